@@ -1,0 +1,1015 @@
+"""Charts of tidy, already aggregated frames. They compute nothing.
+
+Each function takes a long frame of an estimator (group columns, `value`, `low`, `high`,
+`n`, and where present `level`, `n_clusters`, `method`, `reason`), checks its columns and
+returns an altair chart: intervals drawn as given, rates from 0, concurrency on a log2 axis,
+n in the tooltip. A null value leaves a gap marked `n/a`, and the subtitle says why. A frame
+without rows gives a chart that says so in words. Selecting rows by `metric` and turning wide
+columns into rows is all that is done to the data. May import theme and schema names, never
+records, engines or estimators: the number in a picture must exist in a frame first.
+
+Common parameters of the functions
+----------------------------------
+frame
+    One row a drawn point. Rows that share a point are refused, naming the column that tells
+    them apart: two settings drawn as one would be a lie.
+arms
+    Every arm of the plan in plan order, which fixes colours across charts.
+column, row
+    Group columns laid out as panels from left to right and from top to bottom.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any, Final
+
+import altair as alt
+import polars as pl
+
+from specnb import theme
+from specnb.schema import ENTROPY_TIERS, LENGTH_TIERS
+
+MAX_ROWS: Final = 5000
+MAX_NOTES: Final = 4
+
+Chart = alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart | alt.HConcatChart
+
+_ESTIMATE: Final = ("value", "low", "high", "n")
+_EXTRAS: Final = ("level", "n_clusters", "method", "reason")
+
+
+# ---------------------------------------------------------------- public charts
+
+
+def survival_by_position_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
+) -> Chart:
+    """Survival S_i by draft position: the share of blocks whose first i + 1 drafts were all accepted.
+
+    Parameters
+    ----------
+    frame
+        `acceptance_by_position` with metric `survival`: arm, position, value, low, high, n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    return _by_position(
+        frame,
+        name="survival_by_position_chart",
+        metric="survival",
+        title="Survival by draft position",
+        y_title="share of blocks still alive",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def conditional_acceptance_by_position_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
+) -> Chart:
+    """Conditional acceptance rate by draft position: accepted at i among those that reached i.
+
+    Parameters
+    ----------
+    frame
+        `acceptance_by_position` with metric `conditional_acceptance_rate`: arm, position, value, low,
+        high, n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    return _by_position(
+        frame,
+        name="conditional_acceptance_by_position_chart",
+        metric="conditional_acceptance_rate",
+        title="Conditional acceptance rate by draft position",
+        y_title="accepted among reached",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def counterfactual_acceptance_length_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
+) -> Chart:
+    """Acceptance length that blocks cut to K' drafts would have had.
+
+    Parameters
+    ----------
+    frame
+        `counterfactual_acceptance_length`: arm, num_speculative_tokens, value, low, high, n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "counterfactual_acceptance_length_chart"
+    frame = _select(frame, name, "counterfactual_acceptance_length", ("arm", "num_speculative_tokens"), column, row)
+    return _curves(
+        frame,
+        name=name,
+        title="Acceptance length if blocks were cut to K' drafts",
+        x=alt.X("num_speculative_tokens:O", title=theme.COLUMN_TITLES["num_speculative_tokens"], axis=alt.Axis(labelAngle=0)),
+        x_field="num_speculative_tokens",
+        y_title="tokens a verification step",
+        scale=alt.Scale(domainMin=1, zero=False, nice=True),
+        value_format=".2f",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def suffix_decay_chart(
+    frame: pl.DataFrame, *, label: str = "entropy_tier", arms: Sequence[str] = (), row: str | None = None
+) -> Chart:
+    """Suffix decay: slope of the conditional acceptance rate's logit over position, with a rule at 0 (no decay).
+
+    Parameters
+    ----------
+    frame
+        `suffix_decay`: arm, the label column, value, low, high, n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "suffix_decay_chart"
+    frame = _select(frame, name, "conditional_logit_slope", ("arm", label), row)
+    return _dots(
+        frame,
+        name=name,
+        title="Suffix decay by " + theme.column_title(label),
+        label=label,
+        x_title="logit slope a position (below 0: later drafts fare worse)",
+        scale=alt.Scale(zero=True, nice=True),
+        rule_at=0.0,
+        value_format="+.3f",
+        arms=arms,
+        row=row,
+    )
+
+
+def hit_rate_by_entropy_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
+) -> Chart:
+    """Hit rate against the measured entropy of the target's law at the drafted token.
+
+    Parameters
+    ----------
+    frame
+        `hit_rate_by_entropy`: arm, entropy_low_nats, entropy_high_nats, entropy_mean_nats, value, low,
+        high, n; one row a bin.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "hit_rate_by_entropy_chart"
+    fields = ("arm", "entropy_low_nats", "entropy_high_nats", "entropy_mean_nats")
+    frame = _select(frame, name, "conditional_acceptance_rate", fields, column, row, key=("arm", "entropy_low_nats"))
+    return _curves(
+        frame,
+        name=name,
+        title="Hit rate by measured entropy",
+        x=alt.X("entropy_mean_nats:Q", title=theme.COLUMN_TITLES["entropy_mean_nats"], scale=alt.Scale(zero=True, nice=True)),
+        x_field="entropy_mean_nats",
+        y_title="drafted tokens accepted",
+        scale=alt.Scale(domain=[0, 1]),
+        value_format=".3f",
+        arms=arms,
+        column=column,
+        row=row,
+        details=("entropy_low_nats", "entropy_high_nats"),
+    )
+
+
+def hit_rate_by_label_chart(
+    frame: pl.DataFrame,
+    *,
+    label: str,
+    metric: str = "conditional_acceptance_rate",
+    arms: Sequence[str] = (),
+    column: str | None = None,
+    row: str | None = None,
+) -> Chart:
+    """Hit rate by a label of the workload (entropy tier, task, output-length tier), one row a label.
+
+    Parameters
+    ----------
+    frame
+        `hit_rate_by_label`: arm, the label column, value, low, high, n.
+    label
+        Which column holds the labels.
+    metric
+        Which metric's rows are drawn, where the frame holds several.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "hit_rate_by_label_chart"
+    frame = _select(frame, name, metric, ("arm", label), column, row)
+    return _dots(
+        frame,
+        name=name,
+        title="Hit rate by " + theme.column_title(label),
+        label=label,
+        x_title="drafted tokens accepted",
+        scale=alt.Scale(domain=[0, 1]),
+        rule_at=None,
+        value_format=".3f",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def speedup_by_concurrency_chart(
+    frame: pl.DataFrame,
+    *,
+    metric: str = "throughput_speedup",
+    arms: Sequence[str] = (),
+    column: str | None = None,
+    row: str | None = None,
+) -> Chart:
+    """Speedup over the baseline by concurrency, with a rule at 1: below it speculation costs.
+
+    Parameters
+    ----------
+    frame
+        `speedup_table`: arm, concurrency, value, low, high, n.
+    metric
+        `throughput_speedup` (the headline), `paired_tpot_speedup` or `output_length_ratio`.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "speedup_by_concurrency_chart"
+    words = {
+        "throughput_speedup": ("Speedup by concurrency", "speedup (arm / baseline)"),
+        "paired_tpot_speedup": ("Paired TPOT speedup by concurrency", "TPOT, baseline / arm"),
+        "output_length_ratio": ("Output length ratio by concurrency", "output tokens, arm / baseline"),
+    }
+    title, y_title = words.get(metric, (theme.column_title(metric), theme.column_title(metric)))
+    frame = _select(frame, name, metric, ("arm", "concurrency"), column, row)
+    return _curves(
+        frame,
+        name=name,
+        title=title,
+        x=_log2_concurrency(frame),
+        x_field="concurrency",
+        y_title=y_title,
+        scale=alt.Scale(zero=True, nice=True, domainMin=0),
+        rule_at=1.0,
+        value_format=".2f",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def throughput_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
+) -> Chart:
+    """Output tokens a second by concurrency, baseline included.
+
+    Parameters
+    ----------
+    frame
+        `throughput_table`: arm, concurrency, value, low, high, n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "throughput_chart"
+    frame = _select(frame, name, None, ("arm", "concurrency"), column, row)
+    return _curves(
+        frame,
+        name=name,
+        title="Throughput by concurrency",
+        x=_log2_concurrency(frame),
+        x_field="concurrency",
+        y_title="output tokens a second",
+        scale=alt.Scale(zero=True, nice=True),
+        value_format=",.1f",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def latency_chart(frame: pl.DataFrame, *, metric: str, arms: Sequence[str] = (), row: str | None = None) -> Chart:
+    """One latency by concurrency, a panel for each quantile; quantiles below their minimum n are named, not drawn.
+
+    Parameters
+    ----------
+    frame
+        `latency_quantiles`: arm, concurrency, quantile, value, low, high (seconds), n.
+    metric
+        `ttft_s`, `tpot_s`, `e2e_s` or another metric of the frame.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "latency_chart"
+    words = {
+        "ttft_s": "TTFT, send to first token",
+        "tpot_s": "TPOT, time per output token after the first chunk",
+        "e2e_s": "E2E, send to last token",
+    }
+    frame = _select(frame, name, metric, ("arm", "concurrency", "quantile"), row)
+    frame = frame.with_columns(
+        (pl.lit("P") + (pl.col("quantile") * 100).round(1).cast(pl.String).str.replace(r"\.0$", "")).alias("quantile")
+    )
+    milliseconds = metric == "tpot_s"
+    return _curves(
+        frame,
+        name=name,
+        title=f"{words.get(metric, theme.column_title(metric))}, by concurrency",
+        x=_log2_concurrency(frame),
+        x_field="concurrency",
+        y_title="milliseconds" if milliseconds else "seconds",
+        label_expression="format(datum.value * 1000, ',~r')" if milliseconds else None,
+        scale=alt.Scale(zero=True, nice=True),
+        value_format=".4f",
+        arms=arms,
+        column="quantile",
+        row=row,
+    )
+
+
+def decomposition_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
+) -> Chart:
+    """Measured decode speedup beside the one predicted from tokens a step and step times; the gap is the residual.
+
+    Parameters
+    ----------
+    frame
+        `decomposition`, one row a cell group: arm, concurrency, decode_speedup, predicted_speedup, residual.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "decomposition_chart"
+    fields = ("arm", "concurrency", "decode_speedup", "predicted_speedup", "residual")
+    groups = [field for field in (column, row) if field]
+    _check(frame, name, [*fields, *groups], numbers=("decode_speedup", "predicted_speedup", "residual"))
+    _refuse_shared_points(frame, name, ["arm", "concurrency", *groups])
+    if frame.is_empty():
+        return _empty(name, "Measured and predicted decode speedup", _why_empty(frame, None))
+    kinds = {"decode_speedup": "measured", "predicted_speedup": "predicted"}
+    keep = ["arm", "concurrency", *groups, "residual", *(["reason"] if "reason" in frame.columns else [])]
+    long = frame.unpivot(on=list(kinds), index=keep, variable_name="kind", value_name="value").with_columns(
+        pl.col("kind").replace_strict(kinds)
+    )
+    domain = theme.arm_domain(long["arm"].to_list(), arms=arms)
+    dash = alt.StrokeDash(
+        "kind:N", title=None, scale=alt.Scale(domain=list(kinds.values()), range=[[1, 0], [5, 4]]), sort=None
+    )
+    fill = alt.FillOpacity(
+        "kind:N", title=None, scale=alt.Scale(domain=list(kinds.values()), range=[1, 0]), legend=None
+    )
+    colour = _colour(domain, long)
+    base = alt.Chart().encode(
+        x=_log2_concurrency(long),
+        y=alt.Y("value:Q", title="decode speedup", scale=alt.Scale(zero=True, nice=True)),
+        color=colour,
+    )
+    tips = _tips(long, ["arm", "concurrency", *groups, "kind"], value_format=".3f", extra=(("residual", "+.1%"),))
+    layers = [
+        _rule(1.0),
+        base.mark_line(clip=True).encode(strokeDash=dash, detail="kind:N"),
+        base.mark_point(filled=True, strokeWidth=1.5, size=60).encode(fillOpacity=fill, tooltip=tips),
+        *_gaps(long, base, ["arm", "concurrency", *groups], at=_size(long, column, row)[1] - 8),
+    ]
+    return _panels(
+        long,
+        layers,
+        title="Measured and predicted decode speedup",
+        notes=_notes(long, ["arm", "concurrency", *groups]),
+        column=column,
+        row=row,
+    )
+
+
+def cycle_time_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = "arm", row: str | None = None
+) -> Chart:
+    """Where a speculative step's time goes (draft, verify, stall), beside the baseline's step time (black tick).
+
+    Parameters
+    ----------
+    frame
+        `decomposition`: arm, concurrency, draft_s, verify_s, stall_s, baseline_step_s (seconds a step).
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "cycle_time_chart"
+    title = "Time of a speculative step (black tick: a baseline step)"
+    parts = {"verify_s": "verify", "draft_s": "draft", "stall_s": "prefill stall"}
+    points = list(dict.fromkeys(field for field in ("concurrency", column, row) if field))
+    numbers = [*parts, "baseline_step_s"]
+    _check(frame, name, [*points, *numbers], numbers=numbers)
+    _refuse_shared_points(frame, name, points)
+    if frame.is_empty():
+        return _empty(name, title, _why_empty(frame, None))
+    keep = [*points, "baseline_step_s", *(["reason"] if "reason" in frame.columns else [])]
+    order = list(parts.values())
+    long = frame.unpivot(on=list(parts), index=keep, variable_name="part", value_name="value").with_columns(
+        pl.col("part").replace_strict(parts)
+    )
+    long = long.with_columns(
+        pl.col("part").replace_strict({part: place for place, part in enumerate(order)}).alias("stack_order")
+    )
+    y_title = "milliseconds a step"
+    axis = alt.Axis(labelExpr="format(datum.value * 1000, ',~r')")
+    base = alt.Chart().encode(
+        x=alt.X("concurrency:O", title="concurrency", axis=alt.Axis(labelAngle=0), scale=alt.Scale(paddingInner=0.35))
+    )
+    bars = base.mark_bar(stroke="white", strokeWidth=0.5).encode(
+        y=alt.Y("value:Q", title=y_title, stack="zero", axis=axis),
+        color=alt.Color(
+            "part:N",
+            title="part of a step",
+            scale=alt.Scale(domain=order, range=["#4c78a8", "#f2a93b", "#b8bec6"]),
+            sort=order,
+        ),
+        order=alt.Order("stack_order:Q"),
+        tooltip=_tips(long, [*points, "part"], value_format=".5f"),
+    )
+    tick = base.mark_tick(color=theme.INK, thickness=3, orient="horizontal").encode(
+        y=alt.Y("baseline_step_s:Q", title=y_title, axis=axis),
+        tooltip=[alt.Tooltip("baseline_step_s:Q", title="baseline step (s)", format=".5f")],
+    )
+    order_of_arms = [arm for arm in arms if column == "arm" and arm in set(long["arm"].to_list())]
+    return _panels(
+        long,
+        [bars, tick],
+        title=title,
+        notes=_notes(long, points),
+        column=column,
+        row=row,
+        column_order=order_of_arms,
+    )
+
+
+def match_rate_chart(frame: pl.DataFrame, *, label: str = "comparison", row: str | None = None) -> Chart:
+    """Exact-match rate of greedy answers by comparison: arms against the baseline beside the controls.
+
+    Parameters
+    ----------
+    frame
+        `greedy_table`: the label column (which pair of sides), concurrency, value, low, high, n; optional
+        `control` (boolean), which draws controls in grey.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "match_rate_chart"
+    frame = _select(frame, name, "exact_match_rate", (label, "concurrency"), row)
+    if frame.is_empty():
+        return _empty(name, "Exact match of greedy answers", _why_empty(frame, "exact_match_rate"))
+    if "control" not in frame.columns:
+        frame = frame.with_columns(pl.lit(False).alias("control"))
+    frame = frame.with_columns(
+        pl.when(pl.col("control")).then(pl.lit("control")).otherwise(pl.lit("arm against baseline")).alias("kind")
+    )
+    order = frame.sort("control")[label].unique(maintain_order=True).to_list()
+    colour = alt.Color(
+        "kind:N",
+        title=None,
+        scale=alt.Scale(domain=["arm against baseline", "control"], range=["#0072b2", theme.BASELINE_COLOUR]),
+    )
+    shape = alt.Shape(
+        "kind:N",
+        title=None,
+        scale=alt.Scale(domain=["arm against baseline", "control"], range=["circle", "triangle-up"]),
+    )
+    groups = [field for field in (row,) if field]
+    base = alt.Chart().encode(
+        y=alt.Y(f"{label}:N", title=None, sort=order, axis=alt.Axis(labelLimit=360, grid=True)),
+        yOffset=alt.YOffset("concurrency:O", sort="ascending"),
+        color=colour,
+    )
+    x_title = "share of pairs with the same tokens to the end"
+    x = alt.X("value:Q", title=x_title, scale=alt.Scale(domain=[0, 1]))
+    points = base.mark_point(filled=True, size=60).encode(
+        x=x, shape=shape, tooltip=_tips(frame, [label, "concurrency", *groups], value_format=".3f")
+    )
+    bars = base.mark_rule(strokeWidth=2, strokeOpacity=0.6).encode(x=alt.X("low:Q", title=x_title), x2="high:Q")
+    height = max(90, 26 * len(order) + 12 * frame.select(label, "concurrency").n_unique())
+    return _panels(
+        frame,
+        [bars, points, *_gaps(frame, base, [label, "concurrency", *groups], along="x", at=14)],
+        title="Exact match of greedy answers",
+        notes=_notes(frame, [label, "concurrency", *groups]),
+        row=row,
+        size=(480, height),
+    )
+
+
+def split_class_chart(frame: pl.DataFrame, *, label: str = "comparison", row: str | None = None) -> Chart:
+    """How greedy answers split: numbers of pairs by kind of first divergence, one bar a comparison.
+
+    Parameters
+    ----------
+    frame
+        The label column, split_class, count: one row a kind of divergence of a comparison.
+
+    Raises
+    ------
+    ValueError
+        A column is missing or rows share a point.
+    """
+    name = "split_class_chart"
+    groups = [field for field in (row,) if field]
+    _check(frame, name, [label, "split_class", "count", *groups], numbers=("count",))
+    _refuse_shared_points(frame, name, [label, "split_class", *groups])
+    if frame.is_empty():
+        return _empty(name, "First divergences by kind", "no pair of greedy answers differs")
+    palette = {
+        "identical": "#d5dbe1",
+        "eos_only": "#b9c6d2",
+        "same_text_different_ids": "#8fb3cf",
+        "tie": "#56b4e9",
+        "near_tie": "#0072b2",
+        "unknown": "#e6b34d",
+        "clear": "#b3261e",
+    }
+    found = set(frame["split_class"].to_list())
+    kinds = [kind for kind in palette if kind in found] + sorted(found - set(palette))
+    chart = alt.Chart().mark_bar(stroke="white", strokeWidth=0.5)
+    chart = chart.encode(
+        y=alt.Y(f"{label}:N", title=None, axis=alt.Axis(labelLimit=360)),
+        x=alt.X("count:Q", title="pairs of answers", stack="zero", axis=alt.Axis(tickMinStep=1, format=",d")),
+        color=alt.Color(
+            "split_class:N",
+            title="first divergence",
+            sort=kinds,
+            scale=alt.Scale(domain=kinds, range=[palette.get(kind, "#cc79a7") for kind in kinds]),
+        ),
+        order=alt.Order("class_order:Q"),
+        tooltip=[
+            alt.Tooltip(f"{label}:N", title=theme.column_title(label)),
+            alt.Tooltip("split_class:N", title="first divergence"),
+            alt.Tooltip("count:Q", title="pairs", format=",d"),
+        ],
+    )
+    frame = frame.with_columns(
+        pl.col("split_class").replace_strict({kind: place for place, kind in enumerate(kinds)}).alias("class_order")
+    )
+    return _panels(
+        frame,
+        [chart],
+        title="First divergences by kind",
+        row=row,
+        size=(480, max(60, 32 * frame[label].n_unique())),
+    )
+
+
+def pit_chart(frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = "arm") -> Chart:
+    """Histogram of the probability integral transform of sampled tokens: flat if they follow the target's law.
+
+    Parameters
+    ----------
+    frame
+        arm, bin_low, bin_high (in [0, 1]), value (share of tokens in the bin), expected (share if uniform),
+        low, high (band that a uniform law stays in), n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "pit_chart"
+    fields = ("arm", "bin_low", "bin_high", "expected")
+    frame = _select(frame, name, None, fields, column, key=("arm", "bin_low"))
+    if frame.is_empty():
+        return _empty(name, "Uniformity of sampled tokens", _why_empty(frame, None))
+    domain = theme.arm_domain(frame["arm"].to_list(), arms=arms)
+    x = alt.X(
+        "bin_low:Q",
+        title="randomised PIT of the emitted token",
+        scale=alt.Scale(domain=[0, 1]),
+        axis=alt.Axis(tickCount=5),
+    )
+    base = alt.Chart().encode(x=x, x2="bin_high:Q")
+    y_title = "share of tokens in the bin"
+    bars = base.mark_bar(opacity=0.75, binSpacing=1).encode(
+        y=alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=True, nice=True)),
+        y2=alt.Y2Datum(0),
+        color=_colour(domain, frame, legend=column != "arm"),
+        tooltip=_tips(frame, ["arm", "bin_low", "bin_high"], value_format=".4f", extra=(("expected", ".4f"),)),
+    )
+    band = base.mark_rect(opacity=0.22, color=theme.INK).encode(y=alt.Y("low:Q", title=y_title), y2="high:Q")
+    line = base.mark_rule(color=theme.INK, strokeDash=[4, 3]).encode(y=alt.Y("expected:Q", title=y_title))
+    return _panels(
+        frame,
+        [bars, band, line],
+        title="Uniformity of sampled tokens (grey band: a uniform law)",
+        notes=_notes(frame, ["arm"]),
+        column=column,
+    )
+
+
+def verdict_overview_chart(frame: pl.DataFrame) -> Chart:
+    """Every claim's verdict by arm, as coloured tiles with the word written in them.
+
+    Parameters
+    ----------
+    frame
+        arm, claim (its short name), verdict; one row a tile.
+
+    Raises
+    ------
+    ValueError
+        A column is missing or rows share a tile.
+    """
+    name = "verdict_overview_chart"
+    _check(frame, name, ["arm", "claim", "verdict"])
+    _refuse_shared_points(frame, name, ["arm", "claim"])
+    if frame.is_empty():
+        return _empty(name, "Claims by arm", "no claim was judged")
+    frame = frame.with_columns(
+        pl.col("verdict").map_elements(theme.verdict_tone, return_dtype=pl.String).alias("tone")
+    )
+    claims = frame["claim"].unique(maintain_order=True).to_list()
+    arms = frame["arm"].unique(maintain_order=True).to_list()
+    base = alt.Chart().encode(
+        x=alt.X("claim:N", title=None, sort=claims, axis=alt.Axis(orient="top", labelAngle=0, labelLimit=180)),
+        y=alt.Y("arm:N", title=None, sort=arms),
+        tooltip=[alt.Tooltip("arm:N"), alt.Tooltip("claim:N"), alt.Tooltip("verdict:N")],
+    )
+    tiles = base.mark_rect(cornerRadius=4, stroke="white", strokeWidth=4).encode(
+        color=alt.Color(
+            "tone:N",
+            legend=None,
+            scale=alt.Scale(domain=list(theme.VERDICT_COLOURS), range=list(theme.VERDICT_COLOURS.values())),
+        )
+    )
+    words = base.mark_text(color="white", fontWeight="bold", fontSize=13).encode(text="verdict:N")
+    return _panels(
+        frame,
+        [tiles, words],
+        title="Claims by arm",
+        size=(max(200, 190 * len(claims)), 46 * len(arms)),
+    )
+
+
+# ---------------------------------------------------------------- shared parts
+
+
+def _by_position(
+    frame: pl.DataFrame,
+    *,
+    name: str,
+    metric: str,
+    title: str,
+    y_title: str,
+    arms: Sequence[str],
+    column: str | None,
+    row: str | None,
+) -> Chart:
+    frame = _select(frame, name, metric, ("arm", "position"), column, row)
+    return _curves(
+        frame,
+        name=name,
+        title=title,
+        x=alt.X("position:O", title=theme.COLUMN_TITLES["position"], axis=alt.Axis(labelAngle=0)),
+        x_field="position",
+        y_title=y_title,
+        scale=alt.Scale(domain=[0, 1]),
+        value_format=".3f",
+        arms=arms,
+        column=column,
+        row=row,
+    )
+
+
+def _curves(
+    frame: pl.DataFrame,
+    *,
+    name: str,
+    title: str,
+    x: alt.X,
+    x_field: str,
+    y_title: str,
+    scale: alt.Scale,
+    value_format: str,
+    arms: Sequence[str],
+    column: str | None,
+    row: str | None,
+    rule_at: float | None = None,
+    label_expression: str | None = None,
+    details: Sequence[str] = (),
+) -> Chart:
+    """Points joined by lines, one an arm, with intervals as vertical rules."""
+    if frame.is_empty():
+        return _empty(name, title, _why_empty(frame, None))
+    groups = [field for field in (column, row) if field]
+    keys = ["arm", x_field, *groups]
+    domain = theme.arm_domain(frame["arm"].to_list(), arms=arms)
+    axis = alt.Axis(labelExpr=label_expression) if label_expression else alt.Axis()
+    y = alt.Y("value:Q", title=y_title, scale=scale, axis=axis)
+    base = alt.Chart().encode(x=x, color=_colour(domain, frame))
+    interval = base.mark_rule(strokeWidth=2, strokeOpacity=0.55).encode(
+        y=alt.Y("low:Q", title=y_title, scale=scale, axis=axis), y2="high:Q"
+    )
+    line = base.mark_line().encode(y=y)
+    tips = _tips(frame, [*keys, *details], value_format=value_format)
+    points = base.mark_point(filled=True, size=60).encode(y=y, shape=_shape(domain, frame), tooltip=tips)
+    layers: list[alt.Chart] = [] if rule_at is None else [_rule(rule_at)]
+    layers += [line, interval, points, *_gaps(frame, base, keys, at=_size(frame, column, row)[1] - 8)]
+    return _panels(frame, layers, title=title, notes=_notes(frame, keys), column=column, row=row)
+
+
+def _dots(
+    frame: pl.DataFrame,
+    *,
+    name: str,
+    title: str,
+    label: str,
+    x_title: str,
+    scale: alt.Scale,
+    rule_at: float | None,
+    value_format: str,
+    arms: Sequence[str],
+    column: str | None = None,
+    row: str | None = None,
+) -> Chart:
+    """One row a label, one dot an arm, intervals as horizontal rules."""
+    if frame.is_empty():
+        return _empty(name, title, _why_empty(frame, None))
+    groups = [field for field in (column, row) if field]
+    keys = ["arm", label, *groups]
+    domain = theme.arm_domain(frame["arm"].to_list(), arms=arms)
+    present = [arm for arm in domain if arm in set(frame["arm"].to_list())]
+    labels = frame[label].unique(maintain_order=True).to_list()
+    base = alt.Chart().encode(
+        y=alt.Y(
+            f"{label}:N",
+            title=theme.column_title(label),
+            sort=_order(label, labels),
+            axis=alt.Axis(grid=True, gridDash=[2, 3], labelLimit=240),
+        ),
+        yOffset=alt.YOffset("arm:N", sort=present),
+        color=_colour(domain, frame),
+    )
+    x = alt.X("value:Q", title=x_title, scale=scale)
+    interval = base.mark_rule(strokeWidth=2, strokeOpacity=0.55).encode(
+        x=alt.X("low:Q", title=x_title, scale=scale), x2="high:Q"
+    )
+    points = base.mark_point(filled=True, size=60).encode(
+        x=x, shape=_shape(domain, frame), tooltip=_tips(frame, keys, value_format=value_format)
+    )
+    layers: list[alt.Chart] = [] if rule_at is None else [_rule(rule_at, vertical=True)]
+    layers += [interval, points, *_gaps(frame, base, keys, along="x", at=14)]
+    height = max(80, len(labels) * (16 + 14 * len(present)))
+    return _panels(
+        frame,
+        layers,
+        title=title,
+        notes=_notes(frame, keys),
+        column=column,
+        row=row,
+        size=(480 if column is None else 230, height),
+    )
+
+
+def _panels(
+    frame: pl.DataFrame,
+    layers: Sequence[alt.Chart],
+    *,
+    title: str,
+    notes: Sequence[str] = (),
+    column: str | None = None,
+    row: str | None = None,
+    size: tuple[int, int] | None = None,
+    column_order: Sequence[str] = (),
+) -> Chart:
+    heading = alt.TitleParams(text=title, subtitle=list(notes)) if notes else alt.TitleParams(text=title)
+    width, height = size or _size(frame, column, row)
+    layered = alt.layer(*layers).properties(width=width, height=height)
+    described = f"{title}. {' '.join(notes)}".strip()
+    if column is None and row is None:
+        return layered.properties(data=frame, title=heading, description=described)
+    facets: dict[str, Any] = {}
+    if column:
+        found = frame[column].unique(maintain_order=True).to_list()
+        facets["column"] = alt.Column(
+            f"{column}:N", title=theme.column_title(column), sort=list(column_order) or _order(column, found)
+        )
+    if row:
+        facets["row"] = alt.Row(
+            f"{row}:N",
+            title=theme.column_title(row),
+            sort=_order(row, frame[row].unique(maintain_order=True).to_list()),
+            header=alt.Header(labelOrient="left"),
+        )
+    return layered.facet(**facets, data=frame).properties(title=heading, description=described)
+
+
+def _size(frame: pl.DataFrame, column: str | None, row: str | None) -> tuple[int, int]:
+    """Width and height in pixels of one panel: three panels fit a page."""
+    width, height = {1: (560, 280), 2: (330, 240)}.get(frame[column].n_unique() if column else 1, (235, 215))
+    return width, min(height, 200) if row and frame[row].n_unique() > 1 else height
+
+
+def _empty(name: str, title: str, reason: str) -> Chart:
+    """A chart that says in words why there is nothing to draw."""
+    lines = textwrap.wrap(f"Nothing to draw: {reason}.", 70)
+    data = pl.DataFrame({"text": ["\n".join(lines)]})
+    return (
+        alt.Chart(data, title=alt.TitleParams(text=title))
+        .mark_text(align="left", baseline="middle", fontSize=13, color=theme.MUTED, lineBreak="\n")
+        .encode(text="text:N", x=alt.value(8), y=alt.value(20 + 8 * len(lines)))
+        .properties(width=560, height=40 + 16 * len(lines), description=f"{title}. Nothing to draw: {reason}.", name=name)
+    )
+
+
+def _why_empty(frame: pl.DataFrame, metric: str | None) -> str:
+    if metric is not None:
+        return f"the frame has no row of metric '{metric}'"
+    return "the run holds no row for this question"
+
+
+def _select(
+    frame: pl.DataFrame,
+    name: str,
+    metric: str | None,
+    fields: Sequence[str],
+    *panels: str | None,
+    key: Sequence[str] | None = None,
+) -> pl.DataFrame:
+    """The rows of `metric` (all rows where the frame has no such column), checked."""
+    groups = [field for field in panels if field]
+    needed = list(dict.fromkeys([*fields, *groups, *_ESTIMATE]))
+    _check(frame, name, needed, numbers=("value", "low", "high"))
+    if metric is not None and "metric" in frame.columns:
+        frame = frame.filter(pl.col("metric") == metric)
+    points = list(dict.fromkeys([*(key or fields), *groups]))
+    _refuse_shared_points(frame, name, points)
+    if frame.height > MAX_ROWS:
+        raise ValueError(
+            f"{name}: {frame.height} rows; a chart takes at most {MAX_ROWS}: aggregate first (bins or quantiles)"
+        )
+    extras = [field for field in (*_EXTRAS, "control") if field in frame.columns]
+    return frame.select([*needed, *extras])
+
+
+def _check(
+    frame: pl.DataFrame, name: str, needed: Sequence[str], *, numbers: Sequence[str] = ()
+) -> None:
+    for field in needed:
+        if field not in frame.columns:
+            raise ValueError(f"{name}: column '{field}' is missing; the frame has {', '.join(frame.columns) or 'none'}")
+    for field in numbers:
+        if frame.schema[field].is_float() and not frame[field].is_finite().all():
+            raise ValueError(f"{name}: column '{field}' holds NaN or infinity; undefined is null with a reason")
+
+
+def _refuse_shared_points(frame: pl.DataFrame, name: str, points: Sequence[str]) -> None:
+    shared = frame.filter(pl.struct(points).is_duplicated())
+    if shared.is_empty():
+        return
+    first = shared.select(points).row(0, named=True)
+    group = shared.filter(pl.all_horizontal(pl.col(field).eq_missing(value) for field, value in first.items()))
+    told_apart = [
+        field
+        for field in group.columns
+        if field not in (*points, *_ESTIMATE, *_EXTRAS) and group[field].n_unique() > 1
+    ]
+    place = ", ".join(f"{field}={value}" for field, value in first.items())
+    fix = f"filter or lay out by {', '.join(told_apart)}" if told_apart else "the rows are duplicates"
+    raise ValueError(f"{name}: {group.height} rows share the point {place}; {fix}")
+
+
+def _notes(frame: pl.DataFrame, keys: Sequence[str]) -> list[str]:
+    """Why points or intervals are missing, for the subtitle: at most `MAX_NOTES` lines and a count of the rest."""
+    if "reason" not in frame.columns:
+        gone = frame.filter(pl.col("value").is_null()).height
+        return [f"Not shown: {gone} {'point' if gone == 1 else 'points'} without a value."] if gone else []
+    lacking = frame.filter(pl.col("reason").is_not_null())
+    has_low = "low" in frame.columns
+    notes: list[str] = []
+    for (reason, no_value), group in lacking.group_by(
+        ["reason", pl.col("value").is_null().alias("no_value")], maintain_order=True
+    ):
+        what = "Not shown" if no_value else "No interval"
+        if not no_value and not has_low:
+            continue
+        first = group.select(key for key in keys if key in group.columns).row(0)
+        place = ", ".join(str(part) for part in first)
+        where = place if group.height == 1 else f"{group.height} points, first {place}"
+        notes.append(f"{what} ({where}): {reason}.".replace("..", "."))
+    shown = notes[:MAX_NOTES]
+    if len(notes) > MAX_NOTES:
+        shown.append(f"... and {len(notes) - MAX_NOTES} more reasons; see the table.")
+    return [line for note in shown for line in textwrap.wrap(note, 100)]
+
+
+def _gaps(frame: pl.DataFrame, base: alt.Chart, keys: Sequence[str], *, at: float, along: str = "y") -> list[alt.Chart]:
+    """`n/a` at pixel `at` of the panel where a value is null; empty when none is."""
+    if frame["value"].null_count() == 0:
+        return []
+    tips = [alt.Tooltip(f"{key}:N", title=theme.column_title(key)) for key in keys if key in frame.columns]
+    tips += [alt.Tooltip("reason:N", title=theme.COLUMN_TITLES["reason"])] if "reason" in frame.columns else []
+    text = base.transform_filter("datum.value === null").mark_text(text="n/a", fontSize=11, fontWeight="bold")
+    placed = text.encode(x=alt.value(at)) if along == "x" else text.encode(y=alt.value(at))
+    return [placed.encode(tooltip=tips)]
+
+
+def _tips(
+    frame: pl.DataFrame, keys: Sequence[str], *, value_format: str, extra: Sequence[tuple[str, str]] = ()
+) -> list[alt.Tooltip]:
+    tips = [alt.Tooltip(f"{key}:{_kind(frame, key)}", title=theme.column_title(key)) for key in dict.fromkeys(keys)]
+    tips.append(alt.Tooltip("value:Q", title="value", format=value_format))
+    for field in ("low", "high"):
+        if field in frame.columns:
+            tips.append(alt.Tooltip(f"{field}:Q", title=theme.COLUMN_TITLES[field], format=value_format))
+    if "n" in frame.columns:
+        tips.append(alt.Tooltip("n:Q", title="n", format=",d"))
+    for field in _EXTRAS:
+        if field in frame.columns:
+            tips.append(alt.Tooltip(f"{field}:{_kind(frame, field)}", title=theme.COLUMN_TITLES[field]))
+    tips += [alt.Tooltip(f"{field}:Q", title=theme.column_title(field), format=shape) for field, shape in extra]
+    return tips
+
+
+def _kind(frame: pl.DataFrame, field: str) -> str:
+    return "Q" if frame.schema[field].is_numeric() else "N"
+
+
+def _colour(domain: Sequence[str], frame: pl.DataFrame, *, legend: bool = True) -> alt.Color:
+    present = set(frame["arm"].to_list())
+    shown = [name for name in domain if name in present]
+    return alt.Color(
+        "arm:N",
+        title="arm",
+        scale=alt.Scale(domain=list(domain), range=theme.arm_colours(domain)),
+        legend=alt.Legend(values=shown) if legend else None,
+    )
+
+
+def _shape(domain: Sequence[str], frame: pl.DataFrame) -> alt.Shape:
+    present = set(frame["arm"].to_list())
+    shown = [name for name in domain if name in present]
+    return alt.Shape(
+        "arm:N",
+        title="arm",
+        scale=alt.Scale(domain=list(domain), range=theme.arm_shapes(domain)),
+        legend=alt.Legend(values=shown),
+    )
+
+
+def _rule(at: float, *, vertical: bool = False) -> alt.Chart:
+    rule = alt.Chart().mark_rule(color=theme.INK, strokeDash=[6, 4], strokeWidth=1.2)
+    return rule.encode(x=alt.XDatum(at)) if vertical else rule.encode(y=alt.YDatum(at))
+
+
+def _log2_concurrency(frame: pl.DataFrame) -> alt.X:
+    values = sorted(set(frame["concurrency"].to_list()))
+    scale = alt.Scale(type="log", base=2, nice=False, padding=18)
+    if len(values) == 1:
+        scale = alt.Scale(type="log", base=2, nice=False, domain=[values[0] / 2, values[0] * 2])
+    return alt.X(
+        "concurrency:Q",
+        title="concurrency (requests in flight, log2)",
+        scale=scale,
+        axis=alt.Axis(values=values, format="d", grid=True),
+    )
+
+
+def _order(field: str, found: Sequence[str]) -> list[str]:
+    known = {"entropy_tier": ENTROPY_TIERS, "length_tier": LENGTH_TIERS}.get(field)
+    if known is None:
+        return list(found)
+    return [*(name for name in known if name in found), *(name for name in found if name not in known)]

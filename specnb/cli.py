@@ -1,0 +1,259 @@
+"""The command line: one line of text for every fault, and exit codes a batch system can use.
+
+0 done; 1 a check, gate or report failed; 2 bad input; 3 (gate) no clear answer;
+130 interrupted. Imports engines and charts only inside the commands that need them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from specnb.config import Cell, read_plan
+from specnb.errors import SpecnbError
+
+if TYPE_CHECKING:
+    from specnb.runner import Progress as Hooks
+
+app = typer.Typer(
+    name="specnb",
+    help="Measures what a speculative-decoding drafter really gains, and whether outputs stay the target's.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="A plan.")]
+
+
+def main() -> None:
+    """Entry point: runs a command and turns its faults into one line and an exit code."""
+    from specnb.runner import Interrupted
+
+    try:
+        app(standalone_mode=False)
+    except Interrupted as stop:
+        _fail(str(stop), code=130)
+    except SpecnbError as error:
+        _fail(str(error), code=2)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except typer.Abort:
+        _fail("interrupted", code=130)
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+    except Exception as error:
+        # Usage errors of typer are click's; everything else is a fault of ours and keeps its traceback.
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(f"{error.format_message()} (see specnb --help)", code=2)
+
+
+def _fail(line: str, *, code: int) -> NoReturn:
+    _err.print(
+        f"specnb: {' '.join(line.split())}", style="bold red", markup=False, highlight=False, soft_wrap=True
+    )
+    sys.exit(code)
+
+
+@app.command()
+def run(
+    plan: PlanFile,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Continue this unfinished run.")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("data/runs"),
+) -> None:
+    """Measure every arm and cell of a plan into a run directory."""
+    from specnb.runner import measure
+
+    content = read_plan(plan)
+    with _RunProgress(_err) as display:
+        path = measure(content, root=root, resume=resume, progress=display.hooks())
+    _out.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(
+    run_dir: RunDir,
+    notebook: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this notebook, e.g. 02 (repeatable).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the HTML goes.")] = None,
+) -> None:
+    """Execute the notebooks on a run and write offline HTML, index.html and verdict.json."""
+    _write_report(run_dir, notebooks=notebook, out=out)
+
+
+@app.command()
+def check(run_dir: RunDir) -> None:
+    """Check a run directory's invariants; exit 1 if any fails."""
+    from specnb.checks import check_run
+
+    findings = check_run(run_dir)
+    table = Table("check", "result", "detail", box=None)
+    for finding in findings:
+        table.add_row(finding.name, "ok" if finding.ok else "FAILED", finding.detail)
+    _out.print(table, markup=False)
+    if any(not finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def gate(
+    run_dir: RunDir,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="POLICY.yaml", help="Thresholds; defaults if left out.")
+    ] = None,
+) -> None:
+    """Exit 0 to adopt, 1 not to, 3 if the run can't say (2 means bad input)."""
+    from specnb.records import read_run
+    from specnb.verdicts import Policy, gate_exit_code, read_policy, verdict_json
+
+    thresholds = read_policy(policy) if policy else Policy()
+    verdict = verdict_json(read_run(run_dir), thresholds)
+    for arm in verdict["arms"]:
+        _out.print(f"{arm['arm']}: {arm['sentence']}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(gate_exit_code(verdict, thresholds))
+
+
+@app.command()
+def doctor(
+    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN.yaml]", help="A plan to check.")] = None,
+) -> None:
+    """Say what this machine, and a plan on it, can and can't do, before time is spent."""
+    from specnb.doctor import diagnose
+
+    findings = diagnose(read_plan(plan) if plan else None)
+    table = Table("what", "state", "detail", box=None)
+    for finding in findings:
+        table.add_row(finding.name, finding.state, finding.detail)
+    _out.print(table, markup=False)
+    if any(finding.state == "FAILS" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the reports go.")] = Path("reports/demo"),
+    root: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("data/runs"),
+    plan: Annotated[
+        Path | None, typer.Option(metavar="PLAN.yaml", help="Another plan than the demo's.")
+    ] = None,
+) -> None:
+    """Measure the embedded default, with and without speculation, and write its reports."""
+    from specnb.demo import demo_plan_path, ensure_demo_target
+    from specnb.runner import measure
+
+    began = time.perf_counter()
+    content = read_plan(plan or demo_plan_path())
+    ensure_demo_target(say=_say)
+    with _RunProgress(_err) as display:
+        path = measure(content, root=root, progress=display.hooks())
+    measured = time.perf_counter()
+    _say(f"Measured in {(measured - began) / 60:.1f} min: {path}")
+    _write_report(path, notebooks=None, out=out)
+    _say(f"Reports in {(time.perf_counter() - measured) / 60:.1f} min")
+
+
+def _write_report(run_dir: Path, *, notebooks: list[str] | None, out: Path | None) -> None:
+    from specnb.report import build_report
+
+    result = build_report(run_dir, notebooks=notebooks, out_dir=out, progress=_say)
+    _out.print(str(result.out_dir / "index.html"), markup=False, highlight=False, soft_wrap=True)
+    if result.failed:
+        _err.print(f"specnb: failed: {', '.join(result.failed)}", style="bold red", markup=False)
+        raise typer.Exit(1)
+
+
+def _say(line: str) -> None:
+    _err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class _RunProgress:
+    """A bar on a terminal, one line a cell elsewhere: requests done, cell, arm, estimated time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None, left="")
+        self._began = self._cell_began = time.perf_counter()
+        self._cells_total = self._cells_done = 0
+        self._requests_total = self._requests_done = 0
+        self._in_cell = 0
+
+    def __enter__(self) -> _RunProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def hooks(self) -> Hooks:
+        """The callbacks that `measure` takes."""
+        from specnb.runner import Progress as Hooks
+
+        return Hooks(
+            on_start=self._on_start,
+            on_message=lambda line: self._console.print(line, markup=False, highlight=False, soft_wrap=True),
+            on_cell=self._on_cell,
+            on_request=self._on_request,
+            on_cell_done=self._on_cell_done,
+        )
+
+    def _on_start(self, cells: int, requests: int) -> None:
+        self._cells_total, self._requests_total = cells, requests
+        self._began = time.perf_counter()
+        self._bar.update(self._task, total=requests)
+
+    def _on_cell(self, cell: Cell, requests: int) -> None:
+        self._in_cell = requests
+        self._cell_began = time.perf_counter()
+        self._bar.update(
+            self._task, description=f"cell {self._cells_done + 1}/{self._cells_total} {cell.cell_id}"
+        )
+
+    def _on_request(self) -> None:
+        self._requests_done += 1
+        self._bar.update(self._task, advance=1, left=self._left())
+
+    def _on_cell_done(self, cell: Cell) -> None:
+        self._cells_done += 1
+        seconds = time.perf_counter() - self._cell_began
+        if not self._console.is_terminal:
+            self._console.print(
+                f"[{self._cells_done}/{self._cells_total}] {cell.cell_id}: {self._in_cell} requests in "
+                f"{seconds:.1f} s; {self._requests_done} of {self._requests_total} done, {self._left()}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def _left(self) -> str:
+        if self._requests_done == 0:
+            return ""
+        elapsed = time.perf_counter() - self._began
+        left = elapsed / self._requests_done * (self._requests_total - self._requests_done)
+        return f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left"
+
+
+if __name__ == "__main__":
+    main()

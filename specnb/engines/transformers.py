@@ -1,0 +1,801 @@
+"""The in-process engine: PyTorch and transformers, CPU or GPU, no server between question and measurement.
+
+Runs baseline and speculative decoding through the same step code: propose drafts (none
+in the baseline), one target forward over every active request, verify, emit. The load
+is closed: a cell's concurrency is a number of slots, kept full; a finished request is
+replaced at once. Logs every step, position and token.
+
+Loads any decoder-only model with dense attention whose state can be rolled back by
+forgetting keys. Whether it computes the right logits for ragged batches is not assumed
+but checked at load, against the model's own plain forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from specnb import schema
+from specnb.config import DEMO_TARGET, Arm, Cell, Plan
+from specnb.drafters import Draft, Drafter, make_drafter
+from specnb.engines.base import CellContext, PlannedRequest
+from specnb.engines.ragged import RaggedCache, register_attention
+from specnb.engines.verification import Judgement, SamplingLaw, judge, token_facts
+from specnb.errors import EngineError, PlanError, UnsupportedModelError
+from specnb.provenance import directory_sha256
+from specnb.workloads import Prompt, grade
+
+_DENSE_LAYERS = ("full_attention", "sliding_attention")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+_FP64_PARAMETER_LIMIT = 1_000_000_000
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """One request in flight. `length` counts the tokens whose keys are in the cache."""
+
+    request: PlannedRequest
+    number: int
+    prompt_ids: list[int]
+    sent_s: float
+    rng: np.random.Generator
+    length: int = 0
+    output: list[int] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    num_steps: int = 0
+    num_chunks: int = 0
+    entropy_sum_nats: float = 0.0
+    finish_reason: str | None = None
+
+
+class TransformersEngine:
+    """In-process engine of one plan; loads the target when built.
+
+    Raises
+    ------
+    EngineError
+        The model is missing, not in safetensors, too large, or has no chat template though the
+        workload needs one.
+    UnsupportedModelError
+        Its state can't be rolled back (recurrent or hybrid layers), or the ragged-batch check fails.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._device = _resolve_device(plan.engine.device)
+        if plan.engine.num_threads is not None:
+            torch.set_num_threads(plan.engine.num_threads)
+        self._label, self._path, self._digest = _resolve_target(plan)
+        self._model, self._tokenizer = _load(plan, self._path, self._device)
+        config = self._model.config.get_text_config()
+        self._max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self._vocab_size: int = config.vocab_size
+        self._num_layers: int = config.num_hidden_layers
+        self._window, self._mask_kind = _attention_layout(config)
+        self._stop_ids = _stop_ids(self._model, self._tokenizer)
+        self._attention = self._choose_attention()
+        self._drafters: dict[str, Drafter | None] = {
+            arm.name: make_drafter(arm.speculative) if arm.speculative else None for arm in plan.arms
+        }
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Target, device and settings for the manifest."""
+        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        facts: dict[str, Any] = {
+            "kind": "transformers",
+            "label": "in-process engine (PyTorch, transformers)",
+            "simulated": False,
+            "target": {
+                "label": self._label,
+                "dtype": str(self._model.dtype).removeprefix("torch."),
+                "num_parameters": parameters,
+                "vocab_size": self._vocab_size,
+                "num_layers": self._num_layers,
+                "sha256": self._digest,
+                "revision": self._plan.target.revision,
+            },
+            "device": str(self._device),
+            "attention": self._attention,
+            "stop_token_ids": sorted(self._stop_ids),
+            "num_threads": torch.get_num_threads(),
+        }
+        if self._device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self._device)
+            facts["gpu"] = {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "cuda": torch.version.cuda,
+            }
+        return facts
+
+    def describe_arm(self, arm: Arm) -> dict[str, Any]:
+        """The arm's drafter with its defaults resolved."""
+        drafter = self._drafters[arm.name]
+        return {"speculative": drafter.describe() if drafter else None}
+
+    # -- measuring -------------------------------------------------------------------------------
+
+    def warm_up(self, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext) -> None:
+        """Runs requests through the cell's own code path and throws the records away."""
+        self.run_cell(cell, requests, context)
+
+    @torch.inference_mode()
+    def run_cell(
+        self, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext
+    ) -> dict[str, pl.DataFrame]:
+        """Tables of one cell: requests, chunks, steps, engine_steps, and positions and tokens if asked for.
+
+        Times are read after the device has finished. Prompts that don't fit the model's context
+        become rows with status `error` and kind `prompt_too_long`.
+        """
+        return _CellRun(self, cell, context).run(requests)
+
+    @torch.inference_mode()
+    def judge_splits(self, splits: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+        """Margins at each split from the target itself, in the run's dtype and (up to 1e9 parameters) in float64.
+
+        The logits come from one plain forward over prompt and common prefix, without cache.
+        """
+        if splits.is_empty():
+            return splits
+        outputs = {
+            (row["arm"], row["prompt_id"], row["sampling"], row["concurrency"], row["repeat"]): row
+            for row in requests.iter_rows(named=True)
+        }
+        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        double = copy.deepcopy(self._model).double() if parameters <= _FP64_PARAMETER_LIMIT else None
+        margins: list[float | None] = []
+        margins_fp64: list[float | None] = []
+        for split in splits.iter_rows(named=True):
+            key = (
+                split["reference_arm"],
+                split["prompt_id"],
+                split["sampling"],
+                split["concurrency"],
+                split["reference_repeat"],
+            )
+            pair = (split["reference_token_id"], split["token_id"])
+            if pair[0] is None or pair[1] is None:
+                margins.append(None)
+                margins_fp64.append(None)
+                continue
+            prompt_ids = self._prompts_seen[split["prompt_id"]]
+            prefix = prompt_ids + outputs[key]["output_token_ids"][: split["index"]]
+            margins.append(_margin(self._model, prefix, pair))
+            margins_fp64.append(_margin(double, prefix, pair) if double is not None else None)
+        return splits.with_columns(
+            pl.Series("margin_nats", margins, dtype=pl.Float64),
+            pl.Series("margin_fp64_nats", margins_fp64, dtype=pl.Float64),
+        )
+
+    def close(self) -> None:
+        """Frees the model."""
+        del self._model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- one forward -----------------------------------------------------------------------------
+
+    def forward(
+        self,
+        cache: RaggedCache,
+        token_ids: list[list[int]],
+        starts: list[int],
+        *,
+        first_row: int = 0,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """Target logits for equally wide rows of tokens, each continuing at its own position.
+
+        Parameters
+        ----------
+        cache
+            Holds the rows' earlier keys; receives the new ones.
+        token_ids
+            # shape: [rows, width]
+        starts
+            Position of each row's first token.
+        first_row
+            Cache row of the first row.
+        last_only
+            Compute the vocabulary head for the last column alone.
+
+        Returns
+        -------
+        torch.Tensor
+            # shape: [rows, width or 1, vocabulary]
+        """
+        tokens = torch.tensor(token_ids, device=self._device)
+        arguments = cache.inputs(first_row=first_row, starts=starts, width=tokens.shape[1])
+        logits: torch.Tensor = self._model(
+            input_ids=tokens, logits_to_keep=1 if last_only else 0, **arguments
+        ).logits
+        return logits
+
+    def new_cache(self, *, num_rows: int, capacity: int) -> RaggedCache:
+        """An empty cache for this target."""
+        return RaggedCache(
+            num_layers=self._num_layers,
+            num_rows=num_rows,
+            capacity=capacity,
+            device=self._device,
+            dtype=self._model.dtype,
+            sliding_window=self._window,
+            mask_kind=self._mask_kind,
+        )
+
+    def synchronise(self) -> None:
+        """Waits for the device, so that a clock read means what it says."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: chat messages through the model's template, raw text as it is."""
+        if not prompt.messages:
+            ids: list[int] = self._tokenizer(prompt.text)["input_ids"]
+            return ids
+        if not self._tokenizer.chat_template:
+            raise EngineError(
+                f"{self._label}: the tokenizer has no chat template but the workload has chat messages; "
+                "use a workload of plain prompts or an instruct model"
+            )
+        encoded = self._tokenizer.apply_chat_template(
+            [{"role": message.role, "content": message.content} for message in prompt.messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **self._plan.workload.chat_template_kwargs,
+        )
+        ids = list(encoded["input_ids"])
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer without special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def plan(self) -> Plan:
+        """The plan this engine was built for."""
+        return self._plan
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        return self._stop_ids
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the target's positions allow."""
+        return self._max_positions
+
+    def drafter(self, arm: Arm) -> Drafter | None:
+        """The arm's drafter; None for the baseline."""
+        return self._drafters[arm.name]
+
+    def remember_prompt(self, prompt_id: str, token_ids: list[int]) -> None:
+        """Keeps a prompt's tokens for `judge_splits`."""
+        self._prompts_seen[prompt_id] = token_ids
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _choose_attention(self) -> str:
+        """The fastest attention under which ragged batches give the model's own logits.
+
+        Feeds two rows of different length in pieces, with rejected drafts in between, and compares
+        with a plain forward. Tried in order: grouped sdpa, sdpa, eager.
+        """
+        self._prompts_seen: dict[str, list[int]] = {}
+        rng = np.random.default_rng(0)
+        longest = 40 if self._window is None else min(self._window + 16, 600)
+        rows = [
+            rng.integers(0, self._vocab_size, longest - 7).tolist(),
+            rng.integers(0, self._vocab_size, longest).tolist(),
+        ]
+        expected = [
+            self._model(input_ids=torch.tensor([row], device=self._device), use_cache=False).logits[0]
+            for row in rows
+        ]
+        original = self._model.config._attn_implementation
+        problems = []
+        for name in (register_attention(), "sdpa", "eager"):
+            try:
+                self._model.set_attn_implementation(name)
+                error = self._ragged_error(rows, expected)
+            except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as failure:
+                problems.append(
+                    f"{name}: {str(failure).splitlines()[0] if str(failure) else type(failure).__name__}"
+                )
+                continue
+            if error <= _CHECK_TOLERANCE[self._model.dtype]:
+                return name
+            problems.append(f"{name}: logits differ by {error:.2g} (relative)")
+        self._model.set_attn_implementation(original)
+        raise UnsupportedModelError(
+            f"{self._label}: logits of ragged batches differ from the model's own ({'; '.join(problems)}); "
+            "use engine.kind: vllm"
+        )
+
+    def _ragged_error(self, rows: list[list[int]], expected: list[torch.Tensor]) -> float:
+        cache = self.new_cache(num_rows=2, capacity=len(rows[1]) + 8)
+        found: list[list[torch.Tensor]] = [[], []]
+        lengths = [5, 12]
+        for index, row in enumerate(rows):
+            logits = self.forward(cache, [row[: lengths[index]]], [0], first_row=index)
+            found[index].append(logits[0])
+        while all(length + 3 <= len(row) for length, row in zip(lengths, rows, strict=True)):
+            wrong = [
+                [(token + 1) % self._vocab_size for token in row[at : at + 3]]
+                for at, row in zip(lengths, rows, strict=True)
+            ]
+            self.forward(cache, wrong, lengths)
+            right = [row[at : at + 3] for at, row in zip(lengths, rows, strict=True)]
+            logits = self.forward(cache, right, lengths)
+            for index in range(2):
+                found[index].append(logits[index])
+                lengths[index] += 3
+        worst = 0.0
+        for pieces, reference in zip(found, expected, strict=True):
+            computed = torch.cat(pieces).float()
+            reference = reference[: len(computed)].float()
+            scale = reference.std().clamp(min=1e-6)
+            worst = max(worst, float((computed - reference).abs().max() / scale))
+        return float("inf") if math.isnan(worst) else worst
+
+
+class _CellRun:
+    """The closed loop of one cell, and the rows it writes."""
+
+    def __init__(self, engine: TransformersEngine, cell: Cell, context: CellContext) -> None:
+        self._engine = engine
+        self._cell = cell
+        self._context = context
+        self._drafter = engine.drafter(cell.arm)
+        self._law = SamplingLaw(
+            temperature=cell.sampling.temperature, top_p=cell.sampling.top_p, top_k=cell.sampling.top_k
+        )
+        self._stop_ids = frozenset() if cell.sampling.ignore_eos else engine.stop_ids
+        self._logging = engine.plan.logging
+        self._slots: list[_Slot] = []
+        self._requests: list[dict[str, Any]] = []
+        self._chunks: dict[str, list[Any]] = {
+            name: [] for name in ("request_id", "chunk", "received_s", "num_tokens")
+        }
+        self._steps: dict[str, list[Any]] = {name: [] for name in schema.STEPS.names[3:]}
+        self._engine_steps: dict[str, list[Any]] = {name: [] for name in schema.ENGINE_STEPS.names[3:]}
+        self._positions: dict[str, list[Any]] = {name: [] for name in schema.POSITIONS.names[3:]}
+        self._tokens: dict[str, list[Any]] = {name: [] for name in schema.TOKENS.names[3:]}
+
+    def run(self, requests: Sequence[PlannedRequest]) -> dict[str, pl.DataFrame]:
+        queue = self._encode(requests)
+        width = 1 + (self._drafter.num_speculative_tokens if self._drafter else 0)
+        needed = max((len(ids) + request.max_tokens for request, ids in queue), default=1) + width
+        self._cache = self._engine.new_cache(
+            num_rows=min(self._cell.concurrency, max(len(queue), 1)), capacity=needed
+        )
+        free_s = [self._context.clock()] * self._cell.concurrency
+        while queue or self._slots:
+            prefill_s = self._admit(queue, free_s)
+            if self._slots:
+                self._step(prefill_s)
+            self._release(free_s)
+        return self._frames()
+
+    def _encode(self, requests: Sequence[PlannedRequest]) -> deque[tuple[PlannedRequest, list[int]]]:
+        queue: deque[tuple[PlannedRequest, list[int]]] = deque()
+        for request in requests:
+            ids = self._engine.encode(request.prompt)
+            self._engine.remember_prompt(request.prompt.id, ids)
+            room = self._engine.max_positions - len(ids)
+            if room < request.max_tokens:
+                self._fail(
+                    request,
+                    ids,
+                    "prompt_too_long",
+                    f"{len(ids)} prompt tokens and {request.max_tokens} new ones exceed the model's "
+                    f"{self._engine.max_positions} positions",
+                )
+                continue
+            queue.append((request, ids))
+        return queue
+
+    def _admit(self, queue: deque[tuple[PlannedRequest, list[int]]], free_s: list[float]) -> float:
+        """Fills free slots, one prefill each, and returns the seconds that took."""
+        began = time.perf_counter()
+        while queue and len(self._slots) < self._cell.concurrency:
+            request, ids = queue.popleft()
+            slot = _Slot(
+                request=request,
+                number=len(self._slots),
+                prompt_ids=ids,
+                sent_s=free_s.pop(0),
+                rng=np.random.default_rng(request.seed),
+            )
+            logits = self._engine.forward(self._cache, [ids], [0], first_row=slot.number, last_only=True)
+            verdict = judge(logits[:, -1:], [Draft()], self._law, [slot.rng])[0]
+            self._slots.append(slot)
+            slot.length = len(ids)
+            self._emit([slot], [verdict], [Draft()], logits[:, -1:], step=False)
+            if self._drafter is not None:
+                self._drafter.admit(slot.number, [*ids, *slot.output])
+            if slot.finish_reason is not None:
+                self._release(free_s)
+        return time.perf_counter() - began
+
+    def _step(self, prefill_s: float) -> None:
+        """One target forward over every active request, with its drafts if the arm has a drafter."""
+        slots = self._slots
+        began = time.perf_counter()
+        drafts = [Draft()] * len(slots)
+        if self._drafter is not None:
+            drafts = self._drafter.propose(
+                [slot.number for slot in slots],
+                temperature=self._law.temperature,
+                rngs=[slot.rng for slot in slots],
+            )
+            self._engine.synchronise()
+        drafted = time.perf_counter()
+        width = 1 + max(len(draft) for draft in drafts)
+        rows = [
+            [slot.output[-1], *draft.token_ids] + [slot.output[-1]] * (width - 1 - len(draft))
+            for slot, draft in zip(slots, drafts, strict=True)
+        ]
+        logits = self._engine.forward(self._cache, rows, [slot.length for slot in slots])
+        verdicts = judge(logits, drafts, self._law, [slot.rng for slot in slots])
+        self._engine.synchronise()
+        verified = time.perf_counter()
+        log = self._engine_steps
+        log["engine_step"].append(len(log["engine_step"]))
+        log["batch_size"].append(len(slots))
+        log["num_query_tokens"].append(width * len(slots))
+        log["prefill_s"].append(prefill_s)
+        log["draft_s"].append(drafted - began)
+        log["verify_s"].append(verified - drafted)
+        log["end_s"].append(self._context.clock())
+        self._emit(slots, verdicts, drafts, logits, step=True)
+
+    def _emit(
+        self,
+        slots: Sequence[_Slot],
+        verdicts: Sequence[Judgement],
+        drafts: Sequence[Draft],
+        logits: torch.Tensor,
+        *,
+        step: bool,
+    ) -> None:
+        """Hands each request its tokens, cut at a stop token or the limit, and logs them."""
+        now = self._context.clock()
+        emitted: list[list[int]] = []
+        for slot, verdict in zip(slots, verdicts, strict=True):
+            tokens = verdict.tokens[: slot.request.max_tokens - len(slot.output)]
+            stop = next((place for place, token in enumerate(tokens) if token in self._stop_ids), None)
+            if stop is not None:
+                tokens = tokens[: stop + 1]
+                slot.finish_reason = "stop"
+            elif len(slot.output) + len(tokens) >= slot.request.max_tokens:
+                slot.finish_reason = "length"
+            emitted.append(tokens)
+        if self._logging.tokens:
+            self._log_tokens(slots, verdicts, drafts, logits, emitted)
+        for slot, verdict, draft, tokens in zip(slots, verdicts, drafts, emitted, strict=True):
+            self._log_chunk(slot, now, len(tokens))
+            if step:
+                self._log_step(slot, verdict, draft, len(tokens))
+                slot.length += verdict.num_accepted + 1
+                slot.num_steps += 1
+                if self._drafter is not None:
+                    self._drafter.observe(slot.number, tokens)
+            else:
+                slot.first_token_s = now
+            slot.last_token_s = now
+            slot.output += tokens
+
+    def _release(self, free_s: list[float]) -> None:
+        """Writes finished requests' rows and closes their gaps, so that rows in use stay the first ones."""
+        now = self._context.clock()
+        number = 0
+        while number < len(self._slots):
+            slot = self._slots[number]
+            if slot.finish_reason is None:
+                number += 1
+                continue
+            self._finish(slot)
+            free_s.append(now)
+            last = self._slots.pop()
+            if last is not slot:
+                self._cache.copy_row(last.number, number, last.length)
+                self._slots[number] = last
+                self._move_drafts(last, number)
+            elif self._drafter is not None:
+                self._drafter.release(slot.number)
+            self._context.on_request_done()
+
+    def _move_drafts(self, slot: _Slot, number: int) -> None:
+        if self._drafter is not None:
+            self._drafter.release(number)
+            self._drafter.release(slot.number)
+            self._drafter.admit(number, [*slot.prompt_ids, *slot.output])
+        slot.number = number
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def _log_chunk(self, slot: _Slot, now: float, num_tokens: int) -> None:
+        log = self._chunks
+        log["request_id"].append(slot.request.request_id)
+        log["chunk"].append(slot.num_chunks)
+        log["received_s"].append(now)
+        log["num_tokens"].append(num_tokens)
+        slot.num_chunks += 1
+
+    def _log_step(self, slot: _Slot, verdict: Judgement, draft: Draft, num_emitted: int) -> None:
+        log = self._steps
+        log["request_id"].append(slot.request.request_id)
+        log["prompt_id"].append(slot.request.prompt.id)
+        log["step"].append(slot.num_steps)
+        log["num_draft_tokens"].append(len(draft))
+        log["num_accepted_tokens"].append(verdict.num_accepted)
+        log["num_emitted_tokens"].append(num_emitted)
+        log["engine_step"].append(len(self._engine_steps["engine_step"]) - 1)
+        if not self._logging.positions:
+            return
+        rows = self._positions
+        reached = len(verdict.draft_target_prob)
+        for position in range(len(draft)):
+            rows["request_id"].append(slot.request.request_id)
+            rows["prompt_id"].append(slot.request.prompt.id)
+            rows["step"].append(slot.num_steps)
+            rows["position"].append(position)
+            rows["reached"].append(position < reached)
+            rows["accepted"].append(position < verdict.num_accepted)
+            rows["target_rank"].append(verdict.argmax_rank[position] if position < reached else None)
+            rows["draft_prob"].append(draft.prob_of(position))
+            rows["target_prob"].append(verdict.draft_target_prob[position] if position < reached else None)
+
+    def _log_tokens(
+        self,
+        slots: Sequence[_Slot],
+        verdicts: Sequence[Judgement],
+        drafts: Sequence[Draft],
+        logits: torch.Tensor,
+        emitted: Sequence[Sequence[int]],
+    ) -> None:
+        rows = [row for row, tokens in enumerate(emitted) for _ in tokens]
+        columns = [column for tokens in emitted for column in range(len(tokens))]
+        facts = token_facts(logits[rows, columns], [token for tokens in emitted for token in tokens])
+        log = self._tokens
+        for place, (row, column) in enumerate(zip(rows, columns, strict=True)):
+            slot, verdict, draft = slots[row], verdicts[row], drafts[row]
+            if column < verdict.num_accepted:
+                origin = "accepted"
+            elif len(draft) == 0:
+                origin = "baseline"
+            else:
+                origin = "recovered" if column < len(draft) else "bonus"
+            log["request_id"].append(slot.request.request_id)
+            log["prompt_id"].append(slot.request.prompt.id)
+            log["index"].append(len(slot.output) + column)
+            log["token_id"].append(emitted[row][column])
+            log["origin"].append(origin)
+            log["logprob"].append(facts.logprob[place])
+            log["entropy_nats"].append(facts.entropy_nats[place])
+            log["top1_top2_margin"].append(facts.margin_nats[place])
+            log["cdf_low"].append(verdict.cdf_low[column])
+            log["cdf_high"].append(verdict.cdf_high[column])
+            slot.entropy_sum_nats += facts.entropy_nats[place]
+
+    def _finish(self, slot: _Slot) -> None:
+        text = self._engine.decode(slot.output)
+        self._requests.append(
+            {
+                **self._labels(slot.request),
+                "scheduled_s": slot.sent_s,
+                "sent_s": slot.sent_s,
+                "first_token_s": slot.first_token_s,
+                "first_answer_s": slot.first_token_s,
+                "last_token_s": slot.last_token_s,
+                "num_prompt_tokens": len(slot.prompt_ids),
+                "num_cached_tokens": 0,
+                "num_output_tokens": len(slot.output),
+                "num_first_chunk_tokens": 1,
+                "num_chunks": slot.num_chunks,
+                "finish_reason": slot.finish_reason,
+                "status": "ok",
+                "output_text": text,
+                "output_token_ids": slot.output,
+                "grader_score": grade(slot.request.prompt, text),
+                "mean_token_entropy_nats": slot.entropy_sum_nats / len(slot.output)
+                if self._logging.tokens
+                else None,
+            }
+        )
+
+    def _fail(self, request: PlannedRequest, ids: list[int], kind: str, error: str) -> None:
+        self._requests.append(
+            {
+                **self._labels(request),
+                "scheduled_s": self._context.clock(),
+                "num_prompt_tokens": len(ids),
+                "status": "error",
+                "error_kind": kind,
+                "error": error,
+            }
+        )
+        self._context.on_request_done()
+
+    def _labels(self, request: PlannedRequest) -> dict[str, Any]:
+        cell, prompt = self._cell, request.prompt
+        return {
+            "repeat": cell.repeat,
+            "sampling": cell.sampling.name,
+            "concurrency": cell.concurrency,
+            "request_id": request.request_id,
+            "prompt_id": prompt.id,
+            "prompt_sha256": prompt.sha256,
+            "task": prompt.task,
+            "entropy_tier": prompt.tier,
+            "length_tier": prompt.length,
+        }
+
+    def _frames(self) -> dict[str, pl.DataFrame]:
+        keys = {"run_id": self._context.run_id, "arm": self._cell.arm.name, "cell_id": self._cell.cell_id}
+        requests = sorted(self._requests, key=lambda row: str(row["request_id"]))
+        content: dict[str, Any] = {
+            "requests": {name: [row.get(name) for row in requests] for name in schema.REQUESTS.names},
+            "chunks": self._chunks,
+            "steps": self._steps,
+            "engine_steps": self._engine_steps,
+        }
+        if self._logging.positions:
+            content["positions"] = self._positions
+        if self._logging.tokens:
+            content["tokens"] = self._tokens
+        frames = {}
+        for name, columns in content.items():
+            table = schema.TABLES[name]
+            rows = len(next(iter(columns.values())))
+            full = {column: columns.get(column) for column in table.names}
+            full.update({key: [value] * rows for key, value in keys.items() if key in table.names})
+            frames[name] = pl.DataFrame(full, schema=table.polars_schema)
+        return frames
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PlanError(f"engine.device: '{name}' is not available here; use cpu, cuda or auto") from error
+    return device
+
+
+def _resolve_target(plan: Plan) -> tuple[str, str, str | None]:
+    """Label for reports, path or hub id to load, and sha256 of a local directory."""
+    if plan.target.model == DEMO_TARGET:
+        from specnb.demo import DEMO_TARGET_LABEL, ensure_demo_target
+
+        folder = ensure_demo_target()
+        return DEMO_TARGET_LABEL, str(folder), directory_sha256(folder)
+    path = Path(plan.target.model)
+    if path.is_dir():
+        if not list(path.glob("*.safetensors")):
+            raise EngineError(
+                f"target.model: {path} holds no .safetensors file; convert the weights (pickle is refused)"
+            )
+        return path.name, str(path), directory_sha256(path)
+    if path.exists() or plan.target.model.startswith((".", "/", "~")):
+        raise EngineError(f"target.model: {plan.target.model}: no such model directory")
+    return plan.target.model, plan.target.model, None
+
+
+def _load(plan: Plan, path: str, device: torch.device) -> tuple[Any, Any]:
+    dtype: Any = plan.target.dtype
+    if dtype != "auto":
+        dtype = _DTYPES[dtype]
+    elif device.type == "cpu":
+        dtype = torch.float32
+    shared = {"revision": plan.target.revision, "trust_remote_code": plan.target.trust_remote_code}
+    with quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(path, **shared)
+            _refuse_stateful(config, path)
+            tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, use_safetensors=True, attn_implementation="sdpa", config=config, **shared
+            )
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"target.model: {path} does not fit the device's memory; use a smaller dtype"
+            ) from error
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise EngineError(
+                f"target.model: {path} can't be loaded ({str(error).strip().splitlines()[0]})"
+            ) from error
+    return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps transformers' progress bars and advice out of the progress display."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _refuse_stateful(config: Any, path: str) -> None:
+    """Raises for models whose state can't be rolled back by forgetting keys."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    stateful = bool(getattr(model_class, "_is_stateful", False))
+    if kinds - set(_DENSE_LAYERS) or stateful:
+        found = ", ".join(sorted(kinds - set(_DENSE_LAYERS))) or "recurrent state"
+        raise UnsupportedModelError(
+            f"target.model: {path} has layers whose state can't be rolled back ({found}); "
+            "the in-process engine needs dense attention: use engine.kind: vllm"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"target.model: {path} is an encoder-decoder; specnb measures decoder-only models"
+        )
+
+
+def _attention_layout(text_config: Any) -> tuple[int | None, str]:
+    """Sliding window width (None without) and the kind of mask the model's layers take."""
+    window = getattr(text_config, "sliding_window", None)
+    if window is None or getattr(text_config, "use_sliding_window", True) is False:
+        return None, "full"
+    kinds = set(getattr(text_config, "layer_types", None) or ("sliding_attention",))
+    if kinds == {"full_attention"}:
+        return None, "full"
+    return int(window), "mixed" if getattr(text_config, "layer_types", None) else "sliding"
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids = model.generation_config.eos_token_id
+    ids = [ids] if isinstance(ids, int) else list(ids or [])
+    if not ids and tokenizer.eos_token_id is not None:
+        ids = [tokenizer.eos_token_id]
+    return frozenset(ids)
+
+
+def _margin(model: Any, prefix: list[int], pair: tuple[int, int]) -> float:
+    device = next(model.parameters()).device
+    ids = torch.tensor([prefix], device=device)
+    mask = torch.ones_like(ids, dtype=torch.bool).new_ones((1, 1, len(prefix), len(prefix))).tril()
+    additive = torch.zeros(mask.shape, dtype=model.dtype, device=device).masked_fill_(
+        ~mask, torch.finfo(model.dtype).min
+    )
+    logits = (
+        model(input_ids=ids, attention_mask=additive, use_cache=False, logits_to_keep=1)
+        .logits[0, -1]
+        .double()
+    )
+    return float(logits[pair[0]] - logits[pair[1]])

@@ -1,0 +1,1289 @@
+"""Whether a speculating arm answers as the target alone does.
+
+Greedy answers are compared token by token, always beside two controls: the baseline
+against itself and the arm against itself. A difference is judged by the target's margin
+at the place where the answers part, because rounding can swap two tokens that are
+(nearly) equally likely and can't swap others. Sampled answers are compared as
+distributions, scores in pairs. Reads runs only; imports no engine, so that a verdict can
+be rebuilt on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy import stats as scipy_stats
+
+from specnb import schema
+from specnb.config import Arm, Plan
+from specnb.records import Run
+from specnb.stats import Estimate, fisher_p_value, mcnemar_p_value, wilson_estimate
+
+OUTCOMES: Final = (
+    "equivalent",
+    "equivalent up to numerics",
+    "not equivalent",
+    "inconclusive",
+    "vacuous",
+    "refused",
+)
+SPLIT_CLASSES: Final = (
+    "identical",
+    "eos_only",
+    "same_text_different_ids",
+    "tie",
+    "near_tie",
+    "clear",
+    "unknown",
+)
+SAME_TEXT: Final = ("identical", "eos_only", "same_text_different_ids")
+LOSSY_METHODS: Final = ("synthetic", "fly")
+TIE_NATS: Final = 1e-4
+NEAR_TIE_NATS: Final = {"float64": 1e-3, "float32": 1e-3}
+NEAR_TIE_NATS_OTHER: Final = 0.1
+SENSITIVITY_NATS: Final = (0.05, 0.1, 0.5)
+MINIMUM_TEST_PROMPTS: Final = 8
+
+_PAIR_SCHEMA: Final = pl.Schema(
+    {
+        "sampling": pl.String(),
+        "concurrency": pl.Int64(),
+        "reference_concurrency": pl.Int64(),
+        "prompt_id": pl.String(),
+        "entropy_tier": pl.String(),
+        "length_tier": pl.String(),
+        "arm": pl.String(),
+        "repeat": pl.Int64(),
+        "reference_arm": pl.String(),
+        "reference_repeat": pl.Int64(),
+        "request_id": pl.String(),
+        "reference_request_id": pl.String(),
+        "num_draft_tokens": pl.Int64(),
+        "identical": pl.Boolean(),
+        "index": pl.Int64(),
+        "token_id": pl.Int64(),
+        "reference_token_id": pl.Int64(),
+        "split_class": pl.String(),
+        "margin_nats": pl.Float64(),
+        "margin_source": pl.String(),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How one answer differs from another: `kind` is a split class or `differs`.
+
+    `index` is the first place where the token ids differ (null when identical or without
+    ids); `token_id` and `reference_token_id` are null where that answer had ended.
+    """
+
+    kind: str
+    index: int | None = None
+    token_id: int | None = None
+    reference_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The judgement on one arm: one of `OUTCOMES`, and why.
+
+    `num_prompts` counts the distinct prompts whose greedy answers were compared,
+    `num_mismatched` those among them that differ in text, `num_clear` those with a clear margin; `match` is the
+    exact-match rate of each prompt's first pair with its Wilson interval.
+    """
+
+    arm: str
+    outcome: str
+    reasons: tuple[str, ...]
+    num_prompts: int
+    num_mismatched: int
+    num_clear: int
+    match: Estimate | None
+    near_tie_nats: float
+    not_measured: tuple[str, ...] = ()
+
+
+def greedy_settings(plan: Plan) -> tuple[str, ...]:
+    """Names of the plan's sampling settings with temperature 0."""
+    return tuple(setting.name for setting in plan.sampling if setting.temperature == 0)
+
+
+def near_tie_threshold(run: Run) -> float:
+    """Largest margin, in nats, that rounding is allowed to swap: 1e-3 in float32 and float64, else 0.1.
+
+    The precision is the one that the engine resolved (manifest), else the plan's.
+    """
+    target = (run.manifest.get("engine") or {}).get("target") or {}
+    dtype = str(target.get("dtype") or run.plan.target.dtype).removeprefix("torch.")
+    return NEAR_TIE_NATS.get(dtype, NEAR_TIE_NATS_OTHER)
+
+
+def compare_answers(
+    ids: Sequence[int] | None,
+    reference_ids: Sequence[int] | None,
+    *,
+    text: str | None,
+    reference_text: str | None,
+    finish_reasons: tuple[str | None, str | None] = (None, None),
+) -> Difference:
+    """The first difference of two answers, ids first, texts where an engine returns no ids.
+
+    Returns
+    -------
+    Difference
+        `identical`; `eos_only` when one answer has exactly one more token, a stop token that adds no
+        text; `same_text_different_ids`; else `differs`.
+    """
+    same_text = text is not None and text == reference_text
+    if ids is None or reference_ids is None:
+        return Difference(kind="identical" if same_text else "differs")
+    ids, reference_ids = list(ids), list(reference_ids)
+    if ids == reference_ids:
+        return Difference(kind="identical")
+    shorter = min(len(ids), len(reference_ids))
+    index = next((i for i in range(shorter) if ids[i] != reference_ids[i]), shorter)
+    kind = "differs"
+    if same_text:
+        both_stopped = finish_reasons == ("stop", "stop")
+        one_more = index == shorter and abs(len(ids) - len(reference_ids)) == 1
+        kind = "eos_only" if one_more and both_stopped else "same_text_different_ids"
+    return Difference(
+        kind=kind,
+        index=index,
+        token_id=ids[index] if index < len(ids) else None,
+        reference_token_id=reference_ids[index] if index < len(reference_ids) else None,
+    )
+
+
+def classify_margin(
+    margin_nats: float | None,
+    margin_fp64_nats: float | None = None,
+    *,
+    near_tie_nats: float,
+    lower_bound: bool = False,
+) -> str:
+    """Class of a split: `tie`, `near_tie`, `clear` or `unknown`.
+
+    Parameters
+    ----------
+    margin_nats
+        Log probability of the reference's token minus that of the arm's, in the run's precision.
+    margin_fp64_nats
+        The same in double precision; where known, both must be small.
+    near_tie_nats
+        Largest margin that rounding may swap.
+    lower_bound
+        The margin is the top-1/top-2 gap and the arm's token may be of any rank: a large gap is
+        clear, a small one proves nothing.
+    """
+    known = [abs(value) for value in (margin_nats, margin_fp64_nats) if value is not None]
+    if not known:
+        return "unknown"
+    worst = max(known)
+    if worst > near_tie_nats:
+        return "clear"
+    if lower_bound:
+        return "unknown"
+    return "tie" if worst <= TIE_NATS else "near_tie"
+
+
+def greedy_pairs(
+    run: Run, *, arm: str, reference: str | None = None, across_concurrency: bool = False
+) -> pl.DataFrame:
+    """Greedy answers of one arm beside a reference's, one row a pair.
+
+    Parameters
+    ----------
+    run
+        A run.
+    arm
+        Arm under test; the baseline's name gives the baseline's control.
+    reference
+        Arm to compare with, None for the baseline. Equal to `arm`: the control, repeat r against
+        repeat 0; else repeat r against repeat r.
+    across_concurrency
+        Compare `arm` with itself at the lowest concurrency, same repeat (`reference` must be `arm`).
+
+    Returns
+    -------
+    polars.DataFrame
+        Grain: sampling (temperature 0) x concurrency x prompt x repeat. Columns: the keys,
+        `num_draft_tokens` (of the arm's request), `identical`, `index` of the first difference,
+        `token_id`, `reference_token_id`, `split_class` (`SPLIT_CLASSES`), `margin_nats` and
+        `margin_source`: `judged again` (splits table), `logprobs` (reference token's less arm
+        token's, from both arms' tokens), `lower bound` (the reference's top-1/top-2 gap alone).
+        Pairs in which a request failed are left out.
+
+    Raises
+    ------
+    ValueError
+        An arm is not in the plan.
+    """
+    reference = reference or run.plan.baseline.name
+    for name in (arm, reference):
+        if name not in {known.name for known in run.plan.arms}:
+            known_arms = ", ".join(known.name for known in run.plan.arms)
+            raise ValueError(f"arm '{name}' is not in the plan; it has {known_arms}")
+    if across_concurrency and reference != arm:
+        raise ValueError(
+            f"across_concurrency compares an arm with itself; reference is '{reference}', arm '{arm}'"
+        )
+    answers = _answers(run.requests, greedy_settings(run.plan)).filter(pl.col("arm").is_in([arm, reference]))
+    if across_concurrency:
+        pairs = _paired_across(answers)
+    else:
+        pairs = [
+            pair
+            for pair in _paired(answers, baseline=reference)
+            if pair["arm"] == arm and pair["reference_arm"] == reference
+        ]
+    return _classified(run, pairs)
+
+
+def greedy_table(run: Run, *, level: float = 0.95) -> pl.DataFrame:
+    """Exact-match rates of greedy answers, arms and controls, by sampling setting and concurrency.
+
+    Returns
+    -------
+    polars.DataFrame
+        Long: sampling, concurrency, arm, comparison (`ARM against BASELINE`, and the controls `ARM against
+        itself`, `BASELINE against itself`, `BASELINE against itself at the lowest concurrency`), control, metric `exact_match_rate`, value,
+        low, high, level, n and n_clusters (distinct prompts), num_mismatched, num_pairs,
+        num_mismatched_pairs, p_value (Fisher's exact test against the baseline's control in the
+        same setting and concurrency, two-sided), method, reason.
+
+    Notes
+    -----
+    The unit is the distinct prompt, judged on its first pair, so that a prompt asked twelve times is
+    one prompt and arm and control have had the same number of chances to differ. A trailing stop token
+    is no mismatch; different ids of one text are counted as `same_text_different_ids` in the pairs.
+
+    References
+    ----------
+    Wilson (1927) interval and Fisher's exact test, both from SciPy.
+    """
+    baseline = run.plan.baseline.name
+    control = greedy_pairs(run, arm=baseline, reference=baseline)
+    frames: list[tuple[str, str, bool, pl.DataFrame]] = []
+    for arm in speculating_arms(run.plan):
+        against = greedy_pairs(run, arm=arm.name)
+        itself = greedy_pairs(run, arm=arm.name, reference=arm.name)
+        frames += [
+            (f"{arm.name} against {baseline}", arm.name, False, against),
+            (f"{arm.name} against itself", arm.name, True, itself),
+        ]
+    across = greedy_pairs(run, arm=baseline, reference=baseline, across_concurrency=True)
+    frames += [
+        (f"{baseline} against itself", baseline, True, control),
+        (f"{baseline} against itself at the lowest concurrency", baseline, True, across),
+    ]
+    control_counts = {
+        (row["sampling"], row["concurrency"]): (row["num_mismatched"], row["n"])
+        for row in _first_pairs(control).iter_rows(named=True)
+    }
+    rows = []
+    for comparison, arm_name, is_control, pairs in frames:
+        for row in _first_pairs(pairs).iter_rows(named=True):
+            bad, n = row["num_mismatched"], row["n"]
+            match = wilson_estimate(n - bad, n, level=level)
+            p_value = None
+            other = control_counts.get((row["sampling"], row["concurrency"]))
+            if not is_control and other is not None:
+                p_value = fisher_p_value(bad, n, *other)
+            rows.append(
+                {
+                    "sampling": row["sampling"],
+                    "concurrency": row["concurrency"],
+                    "arm": arm_name,
+                    "comparison": comparison,
+                    "control": is_control,
+                    "metric": "exact_match_rate",
+                    **match.as_row(),
+                    "num_mismatched": bad,
+                    "num_pairs": row["num_pairs"],
+                    "num_mismatched_pairs": row["num_mismatched_pairs"],
+                    "p_value": p_value,
+                }
+            )
+    return pl.DataFrame(
+        rows,
+        schema={
+            "sampling": pl.String,
+            "concurrency": pl.Int64,
+            "arm": pl.String,
+            "comparison": pl.String,
+            "control": pl.Boolean,
+            "metric": pl.String,
+            "value": pl.Float64,
+            "low": pl.Float64,
+            "high": pl.Float64,
+            "level": pl.Float64,
+            "n": pl.Int64,
+            "n_clusters": pl.Int64,
+            "num_mismatched": pl.Int64,
+            "num_pairs": pl.Int64,
+            "num_mismatched_pairs": pl.Int64,
+            "p_value": pl.Float64,
+            "method": pl.String,
+            "reason": pl.String,
+        },
+        orient="row",
+    )
+
+
+def split_table(run: Run, *, arm: str) -> pl.DataFrame:
+    """How the greedy pairs of an arm and the baseline split, beside the baseline's control.
+
+    Returns
+    -------
+    polars.DataFrame
+        sampling, concurrency, arm, comparison, split_class (every class, zeros too), count (pairs),
+        n_clusters (distinct prompts among them), num_pairs (the denominator), near_tie_nats (threshold used).
+    """
+    baseline = run.plan.baseline.name
+    rows = []
+    for comparison, pairs in (
+        (f"{arm} against {baseline}", greedy_pairs(run, arm=arm)),
+        (f"{baseline} against itself", greedy_pairs(run, arm=baseline, reference=baseline)),
+    ):
+        for (sampling, concurrency), group in pairs.group_by("sampling", "concurrency", maintain_order=True):
+            for name in SPLIT_CLASSES:
+                found = group.filter(pl.col("split_class") == name)
+                rows.append(
+                    (
+                        sampling,
+                        concurrency,
+                        arm,
+                        comparison,
+                        name,
+                        found.height,
+                        found["prompt_id"].n_unique(),
+                        group.height,
+                    )
+                )
+    frame = pl.DataFrame(
+        rows,
+        schema={
+            "sampling": pl.String,
+            "concurrency": pl.Int64,
+            "arm": pl.String,
+            "comparison": pl.String,
+            "split_class": pl.String,
+            "count": pl.Int64,
+            "n_clusters": pl.Int64,
+            "num_pairs": pl.Int64,
+        },
+        orient="row",
+    )
+    return frame.with_columns(near_tie_nats=pl.lit(near_tie_threshold(run)))
+
+
+def sensitivity_table(pairs: pl.DataFrame, *, thresholds: Sequence[float] = SENSITIVITY_NATS) -> pl.DataFrame:
+    """How many splits would be clear under other near-tie thresholds.
+
+    Returns
+    -------
+    polars.DataFrame
+        near_tie_nats, num_clear, num_near_tie (ties included), num_unknown, num_splits.
+    """
+    splits = pairs.filter(~pl.col("split_class").is_in(SAME_TEXT))
+    rows = []
+    for threshold in thresholds:
+        classes = Counter(
+            classify_margin(
+                row["margin_nats"], near_tie_nats=threshold, lower_bound=row["margin_source"] == "lower bound"
+            )
+            for row in splits.iter_rows(named=True)
+        )
+        near = classes["tie"] + classes["near_tie"]
+        rows.append((float(threshold), classes["clear"], near, classes["unknown"], splits.height))
+    names = ("near_tie_nats", "num_clear", "num_near_tie", "num_unknown", "num_splits")
+    types = (pl.Float64, pl.Int64, pl.Int64, pl.Int64, pl.Int64)
+    return pl.DataFrame(rows, schema=dict(zip(names, types, strict=True)), orient="row")
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down adjusted p-values; None (a test that could not be made) stays None.
+
+    References
+    ----------
+    Holm (1979), Scandinavian Journal of Statistics 6, 65-70.
+    """
+    order = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    running = 0.0
+    for rank, (p, index) in enumerate(order):
+        running = max(running, min(1.0, (len(order) - rank) * p))
+        adjusted[index] = running
+    return adjusted
+
+
+def quality_table(run: Run, *, arm: str) -> pl.DataFrame:
+    """Graded answers of an arm and the baseline in pairs, by sampling setting and concurrency.
+
+    Returns
+    -------
+    polars.DataFrame
+        sampling, concurrency, arm, n (prompts graded in both, first repeat), num_baseline_right,
+        num_arm_right, num_only_baseline_right, num_only_arm_right, p_value (exact McNemar), p_holm.
+        A score is right from 0.5 up. A failed request counts as wrong: it gave no valid answer.
+    """
+    baseline = run.plan.baseline.name
+    keys = ["sampling", "concurrency", "prompt_id"]
+    first = run.requests.filter(pl.col("repeat") == 0).with_columns(
+        score=pl.when(pl.col("status") == "ok").then("grader_score").otherwise(0.0)
+    )
+    graded = first.filter(pl.col("grader_score").is_not_null())["prompt_id"].unique()
+    first = first.filter(pl.col("prompt_id").is_in(graded.implode()), pl.col("score").is_not_null())
+    pairs = (
+        first.filter(pl.col("arm") == arm)
+        .select(*keys, right=pl.col("score") >= 0.5)
+        .join(
+            first.filter(pl.col("arm") == baseline).select(*keys, reference_right=pl.col("score") >= 0.5),
+            on=keys,
+            maintain_order="left",
+        )
+    )
+    counts = pairs.group_by("sampling", "concurrency", maintain_order=True).agg(
+        n=pl.len(),
+        num_baseline_right=pl.col("reference_right").sum(),
+        num_arm_right=pl.col("right").sum(),
+        num_only_baseline_right=(pl.col("reference_right") & ~pl.col("right")).sum(),
+        num_only_arm_right=(pl.col("right") & ~pl.col("reference_right")).sum(),
+    )
+    p_values = [
+        mcnemar_p_value(only_baseline, only_arm) or 1.0
+        for only_baseline, only_arm in counts.select(
+            "num_only_baseline_right", "num_only_arm_right"
+        ).iter_rows()
+    ]
+    return counts.with_columns(
+        pl.lit(arm).alias("arm"),
+        pl.Series("p_value", p_values, dtype=pl.Float64),
+        pl.Series("p_holm", holm(p_values), dtype=pl.Float64),
+    ).with_columns(pl.col("n", "^num_.*$").cast(pl.Int64))
+
+
+def sampled_tests(run: Run, *, arm: str, rng: np.random.Generator, num_resamples: int = 1999) -> pl.DataFrame:
+    """Whether sampled answers of an arm follow the target's law and resemble the baseline's.
+
+    Returns
+    -------
+    polars.DataFrame
+        One row a sampling setting (temperature above 0) and test: arm, sampling, test, statistic,
+        p_value, p_holm (over the arm's tests; the control has none), n, n_clusters (prompts), method,
+        reason. Tests: `pit_uniform` (n tokens) and `pit_uniform_control` (the baseline's own),
+        `output_length` and `mean_logprob` (n requests). `p_value` is null, with a reason, where the
+        data are missing or fewer than 8 prompts took part.
+
+    Notes
+    -----
+    `pit_uniform`: u = cdf_low + V (cdf_high - cdf_low) is uniform if the token follows the law. The
+    statistic is Kolmogorov's distance of the pooled u; its p-value flips the signs of whole prompts'
+    contributions to the empirical process, so that tokens of one prompt need not be independent.
+    `output_length`, `mean_logprob`: per-prompt means, arm minus baseline, sign-flip permutation test.
+
+    References
+    ----------
+    Rosenblatt (1952) and Czado, Gneiting and Held (2009), randomised probability integral transform;
+    Davidson and Flachaire (2008), Rademacher wild bootstrap; `scipy.stats.permutation_test`.
+    """
+    baseline = run.plan.baseline.name
+    settings = [setting.name for setting in run.plan.sampling if setting.temperature > 0]
+    tokens = run.labelled("tokens") if run.has("tokens") else None
+    rows: list[dict[str, Any]] = []
+    for sampling in settings:
+        requests = run.requests.filter(pl.col("sampling") == sampling, pl.col("status") == "ok")
+        for test, who in (("pit_uniform", arm), ("pit_uniform_control", baseline)):
+            rows.append(
+                {"sampling": sampling, "test": test, **_pit_test(tokens, who, sampling, rng, num_resamples)}
+            )
+        lengths = requests.select(
+            "arm", "prompt_id", pl.col("num_output_tokens").cast(pl.Float64).alias("value")
+        )
+        rows.append(
+            {
+                "sampling": sampling,
+                "test": "output_length",
+                **_paired_test(lengths.drop_nulls(), arm, baseline, rng, num_resamples, "no output lengths"),
+            }
+        )
+        logprobs = pl.DataFrame(schema={"arm": pl.String, "prompt_id": pl.String, "value": pl.Float64})
+        if tokens is not None:
+            usable = tokens.filter(pl.col("sampling") == sampling)
+            usable = usable.filter(~pl.col("request_id").is_in(degenerate_logprobs(usable)))
+            logprobs = usable.group_by("arm", "prompt_id", "request_id", maintain_order=True).agg(
+                value=pl.col("logprob").mean()
+            )
+        rows.append(
+            {
+                "sampling": sampling,
+                "test": "mean_logprob",
+                **_paired_test(logprobs, arm, baseline, rng, num_resamples, "no usable log probabilities"),
+            }
+        )
+    frame = pl.DataFrame(
+        rows,
+        schema={
+            "sampling": pl.String,
+            "test": pl.String,
+            "statistic": pl.Float64,
+            "p_value": pl.Float64,
+            "n": pl.Int64,
+            "n_clusters": pl.Int64,
+            "method": pl.String,
+            "reason": pl.String,
+        },
+        orient="row",
+    )
+    of_arm = [
+        None if test == "pit_uniform_control" else p
+        for test, p in frame.select("test", "p_value").iter_rows()
+    ]
+    return frame.with_columns(
+        pl.lit(arm).alias("arm"), pl.Series("p_holm", holm(of_arm), dtype=pl.Float64)
+    ).select(
+        "arm", "sampling", "test", "statistic", "p_value", "p_holm", "n", "n_clusters", "method", "reason"
+    )
+
+
+def pit_values(run: Run, *, arm: str, rng: np.random.Generator) -> pl.DataFrame:
+    """Randomised probability integral transform of every sampled token of an arm.
+
+    Returns
+    -------
+    polars.DataFrame
+        request_id, prompt_id, sampling, index, origin, pit in [0, 1]; uniform if the law is kept.
+        Empty where the run has no cumulative masses.
+    """
+    tokens = run.labelled("tokens").filter(pl.col("arm") == arm, pl.col("cdf_low").is_not_null())
+    return tokens.select(
+        "request_id", "prompt_id", "sampling", "index", "origin", pl.Series("pit", _pit(tokens, rng))
+    )
+
+
+def pit_table(
+    run: Run, *, arms: Sequence[str], rng: np.random.Generator, num_bins: int = 20, level: float = 0.95
+) -> pl.DataFrame:
+    """Histogram of the randomised probability integral transform, by arm.
+
+    Returns
+    -------
+    polars.DataFrame
+        arm, bin_low, bin_high, value (share of tokens in the bin), expected (1 / num_bins), low, high
+        (pointwise binomial band that a uniform law stays in at `level`), n (tokens), n_clusters (prompts).
+        No rows for an arm without cumulative masses.
+    """
+    rows = []
+    edges = np.linspace(0.0, 1.0, num_bins + 1)
+    for arm in arms:
+        values = pit_values(run, arm=arm, rng=rng)
+        n = values.height
+        if n == 0:
+            continue
+        counts = np.histogram(values["pit"].to_numpy(), bins=edges)[0]
+        low, high = (float(end) / n for end in scipy_stats.binom.interval(level, n, 1 / num_bins))
+        for index, count in enumerate(counts.tolist()):
+            ends = (float(edges[index]), float(edges[index + 1]))
+            clusters = values["prompt_id"].n_unique()
+            rows.append((arm, *ends, count / n, 1 / num_bins, low, high, n, clusters))
+    real = dict.fromkeys(("bin_low", "bin_high", "value", "expected", "low", "high"), pl.Float64)
+    return pl.DataFrame(
+        rows, schema={"arm": pl.String, **real, "n": pl.Int64, "n_clusters": pl.Int64}, orient="row"
+    )
+
+
+def degenerate_logprobs(tokens: pl.DataFrame) -> list[str]:
+    """Requests whose log probabilities are all exactly 0: an engine that does not report them.
+
+    Such values would turn every divergence into a tie; they are not used.
+    """
+    found = tokens.group_by("request_id", maintain_order=True).agg(
+        zero=(pl.col("logprob") == 0).all(), count=pl.len()
+    )
+    return found.filter(pl.col("zero") & (pl.col("count") >= 5))["request_id"].to_list()
+
+
+def repeated_4gram_share(token_ids: Sequence[Any]) -> float | None:
+    """Share of an answer's 4-grams that occurred before in it, in [0, 1]; None below 16 tokens."""
+    if len(token_ids) < 16:
+        return None
+    grams = [tuple(token_ids[i : i + 4]) for i in range(len(token_ids) - 3)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+def is_corrupted(share: float | None, reference_share: float | None, windows: Sequence[float | None]) -> bool:
+    """Whether an answer loops where the baseline's does not, while its acceptance collapses.
+
+    Parameters
+    ----------
+    share, reference_share
+        Repeated 4-gram shares of the arm's and the baseline's answer.
+    windows
+        Mean acceptance length in consecutive parts of the answer. A healthy drafter accepts *more* in
+        a loop; one whose state is corrupt falls to 1.
+    """
+    known = [window for window in windows if window is not None]
+    if share is None or reference_share is None or len(known) < 2:
+        return False
+    return share >= 0.5 and reference_share <= 0.2 and known[-1] <= 1.1 and known[0] - known[-1] >= 0.3
+
+
+def corruption_table(run: Run, *, arm: str, num_windows: int = 3) -> pl.DataFrame:
+    """Repetition and acceptance of every answer of an arm, at any temperature.
+
+    Returns
+    -------
+    polars.DataFrame
+        One row a finished request of the arm: sampling, concurrency, repeat, prompt_id, request_id,
+        repeated_4gram_share, reference_share (the baseline's answer in the same cell),
+        acceptance_windows (mean acceptance length in thirds of its steps), corrupted.
+    """
+    keys = ["sampling", "concurrency", "repeat", "prompt_id"]
+    frame = run.requests.filter(pl.col("status") == "ok").select(
+        "arm", *keys, "request_id", "output_token_ids", "output_text"
+    )
+    shares = frame.with_columns(
+        pl.Series(
+            "repeated_4gram_share",
+            [
+                repeated_4gram_share(ids if ids is not None else (text or "").split())
+                for ids, text in frame.select("output_token_ids", "output_text").iter_rows()
+            ],
+            dtype=pl.Float64,
+        )
+    ).drop("output_token_ids", "output_text")
+    joined = shares.filter(pl.col("arm") == arm).join(
+        shares.filter(pl.col("arm") == run.plan.baseline.name).select(
+            *keys, pl.col("repeated_4gram_share").alias("reference_share")
+        ),
+        on=keys,
+        how="left",
+        maintain_order="left",
+    )
+    drafted = run.steps.filter(pl.col("arm") == arm, pl.col("num_draft_tokens") > 0)
+    accepted = {
+        key[0]: group["num_accepted_tokens"].to_numpy()
+        for key, group in drafted.group_by("request_id", maintain_order=True)
+    }
+    windows, flags = [], []
+    for row in joined.iter_rows(named=True):
+        counts = accepted.get(row["request_id"], np.zeros(0))
+        parts = np.array_split(counts, num_windows) if len(counts) >= num_windows else []
+        means = [1 + float(part.mean()) for part in parts]
+        windows.append(means)
+        flags.append(is_corrupted(row["repeated_4gram_share"], row["reference_share"], means))
+    return joined.drop("arm").with_columns(
+        pl.Series("acceptance_windows", windows, dtype=pl.List(pl.Float64)),
+        pl.Series("corrupted", flags, dtype=pl.Boolean),
+    )
+
+
+def explain_mismatch(run: Run, precise: Run, *, arm: str) -> str:
+    """What a rerun in float32 says about the greedy mismatches of a run in a lower precision.
+
+    Returns
+    -------
+    str
+        `no mismatch`; `numerics` if every prompt that differs is the same in the precise run (or differs
+        at a tie there); `bug` if one still differs; `inconclusive` if the precise run lacks such a prompt.
+    """
+    different = _mismatched_prompts(greedy_pairs(run, arm=arm))
+    if not different:
+        return "no mismatch"
+    pairs = greedy_pairs(precise, arm=arm)
+    still = {
+        prompt
+        for prompt, name in pairs.select("prompt_id", "split_class").iter_rows()
+        if name not in (*SAME_TEXT, "tie", "near_tie")
+    }
+    if different & still:
+        return "bug"
+    return "numerics" if different <= set(pairs["prompt_id"]) else "inconclusive"
+
+
+def speculating_arms(plan: Plan) -> tuple[Arm, ...]:
+    """Arms that speculate, in the plan's order."""
+    return tuple(arm for arm in plan.arms if arm.speculative is not None)
+
+
+def not_comparable(run: Run, *, arm: str) -> tuple[str, ...]:
+    """Why an arm can't be compared with the baseline in this run; empty if it can.
+
+    Checks that the run is finished and that both arms got, cell by cell, the same prompts (digest), the
+    same number of prompt tokens and a prefix cache that served the same share (within 5 points).
+    """
+    reasons: list[str] = []
+    if run.status != "finished":
+        reasons.append(f"the run's status is {run.status}, not finished")
+    keys = ["sampling", "concurrency", "repeat", "entropy_tier", "prompt_id"]
+    columns = [*keys, "prompt_sha256", "num_prompt_tokens"]
+    left = run.requests.filter(pl.col("arm") == arm)
+    right = run.requests.filter(pl.col("arm") == run.plan.baseline.name)
+    if left.is_empty() or right.is_empty():
+        who = arm if left.is_empty() else run.plan.baseline.name
+        return (*reasons, f"arm {who} has no finished cell")
+    pairs = left.select(columns).join(right.select(columns), on=keys, how="full", coalesce=True)
+    alone = pairs.filter(pl.col("prompt_sha256").is_null() | pl.col("prompt_sha256_right").is_null()).height
+    if alone:
+        reasons.append(
+            f"the arms do not share their prompts: {alone} of {pairs.height} requests have no partner"
+        )
+    changed = pairs.filter(pl.col("prompt_sha256") != pl.col("prompt_sha256_right")).height
+    if changed:
+        reasons.append(f"prompts differ in content on {changed} of {pairs.height} rows")
+    counts = pairs.filter(pl.col("num_prompt_tokens") != pl.col("num_prompt_tokens_right")).height
+    if counts:
+        reasons.append(f"prompt token counts differ on {counts} of {pairs.height} rows")
+    shares = [_cached_share(frame) for frame in (left, right)]
+    if shares[0] is not None and shares[1] is not None and abs(shares[0] - shares[1]) > 0.05:
+        reasons.append(
+            f"the prefix cache served {shares[0]:.0%} of prompt tokens in {arm} and {shares[1]:.0%} in the baseline"
+        )
+    return tuple(reasons)
+
+
+def refusal(run: Run, *, arm: str) -> str | None:
+    """Why equivalence is not judged at all: synthetic or lossy acceptance, or a modelled run; else None."""
+    speculative = next(known.speculative for known in run.plan.arms if known.name == arm)
+    method = speculative.rejection_sample_method if speculative else None
+    if method in LOSSY_METHODS:
+        return f"{method} acceptance does not keep the target's law, so there is nothing to verify"
+    if run.modelled:
+        return "the run is modelled (dummy weights or synthetic acceptance)"
+    return None
+
+
+def judge_equivalence(
+    run: Run,
+    *,
+    arm: str,
+    rng: np.random.Generator,
+    minimum_prompts: int = 20,
+    significance: float = 0.01,
+    level: float = 0.95,
+) -> Outcome:
+    """Judges whether an arm's answers are the target's.
+
+    Parameters
+    ----------
+    run
+        A run.
+    arm
+        A speculating arm.
+    minimum_prompts
+        Distinct prompts below which a clean comparison is inconclusive: 0 of 20 mismatches still
+        allow a true rate of 16 % (Wilson, 95 %).
+    significance
+        Level of the tests on sampled answers and scores, after Holm's correction, and of excess mismatch.
+    level
+        Of the interval of the exact-match rate.
+
+    Returns
+    -------
+    Outcome
+        In this order: `refused` (modelled, synthetic or lossy acceptance); `inconclusive` if the arms
+        can't be compared; `vacuous` without a draft in the judged requests; `not equivalent` for a
+        corrupted answer, for a clear-margin split on a prompt whose baseline is stable, for scores or
+        sampled answers that differ; `inconclusive` when margins are unknown, the baseline is unstable
+        itself, or prompts are few; `equivalent up to numerics` if all splits are (near) ties;
+        `equivalent`.
+    """
+    baseline = run.plan.baseline.name
+    threshold = near_tie_threshold(run)
+
+    def outcome(name: str, reasons: Iterable[str], **facts: Any) -> Outcome:
+        empty: dict[str, Any] = {
+            "num_prompts": 0,
+            "num_mismatched": 0,
+            "num_clear": 0,
+            "match": None,
+        }
+        return Outcome(
+            arm=arm, outcome=name, reasons=tuple(reasons), near_tie_nats=threshold, **{**empty, **facts}
+        )
+
+    refused = refusal(run, arm=arm)
+    if refused:
+        return outcome("refused", (refused,))
+    if problems := not_comparable(run, arm=arm):
+        return outcome("inconclusive", problems)
+
+    steps = run.labelled("steps").filter(pl.col("arm") == arm)
+    drafts = steps.group_by("sampling").agg(pl.col("num_draft_tokens").sum())
+    drafts_by_sampling = dict(drafts.iter_rows())
+    greedy = greedy_settings(run.plan)
+    judged = [setting.name for setting in run.plan.sampling if drafts_by_sampling.get(setting.name, 0) > 0]
+    silent = [setting.name for setting in run.plan.sampling if setting.name not in judged]
+    if not judged or (greedy and not set(judged) & set(greedy)):
+        what = "any judged request" if not judged else f"the greedy requests ({', '.join(greedy)})"
+        return outcome(
+            "vacuous",
+            (f"no draft was verified in {what}: the comparison says nothing about speculation",),
+            num_prompts=run.requests.filter(pl.col("arm") == arm)["prompt_id"].n_unique(),
+        )
+
+    pairs = greedy_pairs(run, arm=arm)
+    speculated = pairs.group_by("sampling", "concurrency").agg(pl.col("num_draft_tokens").sum())
+    pairs = pairs.join(
+        speculated.filter(pl.col("num_draft_tokens") > 0).select("sampling", "concurrency"),
+        on=["sampling", "concurrency"],
+        how="semi",
+        maintain_order="left",
+    )
+    control = greedy_pairs(run, arm=baseline, reference=baseline)
+    unstable = {
+        (sampling, concurrency, prompt)
+        for sampling, concurrency, prompt, name in control.select(
+            "sampling", "concurrency", "prompt_id", "split_class"
+        ).iter_rows()
+        if name not in SAME_TEXT
+    }
+    not_measured: list[str] = []
+    notes: list[str] = []
+    faults: list[str] = []
+    doubts: list[str] = []
+    facts: dict[str, Any] = {}
+    if silent:
+        notes.append(f"no draft was verified under {', '.join(silent)}, which is left out")
+
+    num_clear = num_unknown = 0
+    mismatched: set[str] = set()
+    if greedy and pairs.is_empty():
+        doubts.append("no greedy answer was finished in both arms")
+    elif greedy:
+        first = _first_by_prompt(pairs)
+        mismatched = _mismatched_prompts(pairs)
+        prompts = pairs["prompt_id"].n_unique()
+        bad_first = len(_mismatched_prompts(first))
+        match = wilson_estimate(prompts - bad_first, prompts, level=level)
+        facts |= {
+            "num_prompts": prompts,
+            "num_mismatched": len(mismatched),
+            "match": match,
+        }
+        blamed = [
+            row
+            for row in pairs.iter_rows(named=True)
+            if row["split_class"] not in SAME_TEXT
+            and (row["sampling"], row["concurrency"], row["prompt_id"]) not in unstable
+        ]
+        clear = {row["prompt_id"] for row in blamed if row["split_class"] == "clear"}
+        unknown = {row["prompt_id"] for row in blamed if row["split_class"] == "unknown"} - clear
+        num_clear, num_unknown = len(clear), len(unknown)
+        facts["num_clear"] = num_clear
+        if clear:
+            worst = max(
+                (row for row in blamed if row["split_class"] == "clear"),
+                key=lambda row: abs(row["margin_nats"]),
+            )
+            faults.append(
+                f"{num_clear} of {prompts} distinct prompts part from the baseline where the target is sure "
+                f"(largest margin {abs(worst['margin_nats']):.2f} nats, threshold {threshold:g}, prompt "
+                f"{worst['prompt_id']}, index {worst['index']}, concurrency {worst['concurrency']}): suspect a bug"
+            )
+        if num_unknown:
+            doubts.append(f"{num_unknown} of {prompts} distinct prompts differ at a margin that is not known")
+        if prompts < minimum_prompts and not clear:
+            doubts.append(f"{prompts} distinct prompts were compared, {minimum_prompts} are needed")
+        excluded = len(mismatched) - len({row["prompt_id"] for row in blamed})
+        if excluded:
+            notes.append(
+                f"{excluded} prompts differ where the baseline differs from itself and are not blamed"
+            )
+        notes += _control_notes(run, arm, pairs, control, significance)
+        unsettled = any(
+            row["split_class"] in ("clear", "unknown")
+            for row in pairs.iter_rows(named=True)
+            if (row["sampling"], row["concurrency"], row["prompt_id"]) in unstable
+        )
+        if num_unknown or unsettled:
+            doubts += _instability(first, control, significance)
+        if control.is_empty():
+            not_measured.append("greedy control of the baseline against itself (needs 2 repeats)")
+
+    corrupted = corruption_table(run, arm=arm).filter("corrupted")
+    if corrupted.height:
+        row = corrupted.row(0, named=True)
+        faults.append(
+            f"corruption: {corrupted['prompt_id'].n_unique()} prompts end in a loop that the baseline does not have "
+            f"(repeated 4-grams {row['repeated_4gram_share']:.2f} against {row['reference_share']:.2f}) while the "
+            f"mean acceptance length falls to {row['acceptance_windows'][-1]:.2f} (request {row['request_id']})"
+        )
+    faults += _quality_faults(run, arm, significance, not_measured)
+    found_faults, found_doubts, found_notes = _sampled_findings(
+        run, arm, judged, rng, significance, not_measured
+    )
+    faults, doubts, notes = faults + found_faults, doubts + found_doubts, notes + found_notes
+    if not greedy:
+        not_measured.append("greedy answers (no sampling setting with temperature 0)")
+        facts["num_prompts"] = run.requests.filter(pl.col("arm") == arm)["prompt_id"].n_unique()
+        if facts["num_prompts"] < minimum_prompts:
+            doubts.append(
+                f"{facts['num_prompts']} distinct prompts were compared, {minimum_prompts} are needed"
+            )
+        if "law of sampled answers" in not_measured:
+            doubts.append("neither greedy answers nor the law of sampled ones could be judged")
+    facts["not_measured"] = tuple(not_measured)
+    if faults:
+        return outcome("not equivalent", faults + doubts + notes, **facts)
+    if doubts:
+        return outcome("inconclusive", doubts + notes, **facts)
+    if mismatched:
+        reason = (
+            f"{len(mismatched)} of {facts['num_prompts']} distinct prompts differ, all at a margin of at most "
+            f"{threshold:g} nats or where the baseline differs from itself"
+        )
+        return outcome("equivalent up to numerics", [reason, *notes], **facts)
+    return outcome("equivalent", notes, **facts)
+
+
+def _control_notes(
+    run: Run, arm: str, pairs: pl.DataFrame, control: pl.DataFrame, significance: float
+) -> list[str]:
+    notes = []
+    own = _mismatched_prompts(greedy_pairs(run, arm=arm, reference=arm))
+    base = _mismatched_prompts(control)
+    if own:
+        total = pairs["prompt_id"].n_unique()
+        notes.append(f"{arm} differs from itself on {len(own)} of {total} distinct prompts")
+    if base:
+        notes.append(f"the baseline differs from itself on {len(base)} of {control['prompt_id'].n_unique()}")
+    counts = {row["concurrency"]: row for row in _first_pairs(control).iter_rows(named=True)}
+    for row in _first_pairs(pairs).iter_rows(named=True):
+        other = counts.get(row["concurrency"])
+        if other is None or row["num_mismatched"] == 0:
+            continue
+        p = fisher_p_value(row["num_mismatched"], row["n"], other["num_mismatched"], other["n"])
+        if p < significance:
+            notes.append(
+                f"excess mismatch at concurrency {row['concurrency']}: {row['num_mismatched']} of {row['n']} prompts "
+                f"against {other['num_mismatched']} of {other['n']} in the control (Fisher p {p:.2g})"
+            )
+    return notes
+
+
+def _instability(first: pl.DataFrame, control: pl.DataFrame, significance: float) -> list[str]:
+    """A doubt where the baseline is as unstable as the arm and margins do not settle it."""
+    if control.is_empty():
+        return []
+    arm_rows, control_rows = _first_by_prompt(first), _first_by_prompt(control)
+    bad, n = len(_mismatched_prompts(arm_rows)), arm_rows.height
+    control_bad, control_n = len(_mismatched_prompts(control_rows)), control_rows.height
+    if control_bad and fisher_p_value(bad, n, control_bad, control_n) >= significance:
+        text = (
+            f"the baseline itself is unstable: {control_bad} of {control_n} prompts differ in the control, "
+            f"{bad} of {n} against the arm"
+        )
+        return [text]
+    return []
+
+
+def _quality_faults(run: Run, arm: str, significance: float, not_measured: list[str]) -> list[str]:
+    """Effects: adds to `not_measured` where nothing is graded."""
+    table = quality_table(run, arm=arm)
+    if table.is_empty():
+        not_measured.append("scores (no graded prompts)")
+    return [
+        f"scores fall under {row['sampling']} at concurrency {row['concurrency']}: "
+        f"{row['num_arm_right']} of {row['n']} right against {row['num_baseline_right']} "
+        f"(discordant {row['num_only_baseline_right']}:{row['num_only_arm_right']}, McNemar p {row['p_value']:.2g})"
+        for row in table.iter_rows(named=True)
+        if row["p_holm"] < significance and row["num_only_baseline_right"] > row["num_only_arm_right"]
+    ]
+
+
+def _sampled_findings(
+    run: Run,
+    arm: str,
+    judged: Sequence[str],
+    rng: np.random.Generator,
+    significance: float,
+    not_measured: list[str],
+) -> tuple[list[str], list[str], list[str]]:
+    """Faults, doubts and notes of the tests on sampled answers.
+
+    Effects: adds to `not_measured` where the law could not be tested.
+    """
+    faults: list[str] = []
+    doubts: list[str] = []
+    notes: list[str] = []
+    tests = sampled_tests(run, arm=arm, rng=rng).filter(pl.col("sampling").is_in(judged))
+    law = tests.filter(pl.col("test") == "pit_uniform")
+    if law["p_value"].null_count() == law.height:
+        not_measured.append("law of sampled answers")
+    control = {
+        row["sampling"]: row["p_value"]
+        for row in tests.filter(pl.col("test") == "pit_uniform_control").iter_rows(named=True)
+    }
+    for row in tests.filter(pl.col("test") != "pit_uniform_control").iter_rows(named=True):
+        if row["p_holm"] is None:
+            notes.append(f"{row['test']} under {row['sampling']} was not tested: {row['reason']}")
+            continue
+        if row["p_holm"] >= significance:
+            continue
+        text = (
+            f"sampled answers under {row['sampling']} fail the {row['test']} test (statistic {row['statistic']:.3g}, "
+            f"p {row['p_holm']:.2g} after Holm, {row['n_clusters']} prompts)"
+        )
+        base = control.get(row["sampling"])
+        if row["test"] == "pit_uniform" and base is not None and base < significance:
+            doubts.append(
+                f"{text}, but so does the baseline (p {base:.2g}): the recorded law is not the one used"
+            )
+        else:
+            faults.append(text)
+    return faults, doubts, notes
+
+
+def _cached_share(requests: pl.DataFrame) -> float | None:
+    known = requests.filter(pl.col("num_cached_tokens").is_not_null(), pl.col("num_prompt_tokens") > 0)
+    if known.is_empty():
+        return None
+    cached, total = known.select(pl.col("num_cached_tokens", "num_prompt_tokens").sum()).row(0)
+    return float(cached / total)
+
+
+def _answers(requests: pl.DataFrame, greedy: Collection[str] | None) -> pl.DataFrame:
+    frame = requests.filter(pl.col("status") == "ok")
+    return frame if greedy is None else frame.filter(pl.col("sampling").is_in(list(greedy)))
+
+
+_SHARED: Final = ("output_token_ids", "output_text", "finish_reason", "request_id", "repeat", "arm")
+
+
+def _paired(answers: pl.DataFrame, *, baseline: str) -> list[dict[str, Any]]:
+    """Pairs of answers as dicts: arm against baseline in one repeat, then each arm's later repeats against its first."""
+    keys = ["sampling", "concurrency", "prompt_id"]
+    right = answers.select(*keys, *(pl.col(name).alias(f"reference_{name}") for name in _SHARED))
+    pairs = answers.join(right, on=keys, maintain_order="left_right").filter(
+        (
+            (pl.col("arm") != baseline)
+            & (pl.col("reference_arm") == baseline)
+            & (pl.col("repeat") == pl.col("reference_repeat"))
+        )
+        | (
+            (pl.col("arm") == pl.col("reference_arm"))
+            & (pl.col("reference_repeat") == pl.col("repeat").min().over("arm", *keys))
+            & (pl.col("repeat") > pl.col("reference_repeat"))
+        )
+    )
+    return pairs.with_columns(reference_concurrency=pl.col("concurrency")).to_dicts()
+
+
+def _paired_across(answers: pl.DataFrame) -> list[dict[str, Any]]:
+    keys = ["sampling", "prompt_id", "repeat"]
+    lowest = answers.filter(pl.col("concurrency") == pl.col("concurrency").min().over("sampling"))
+    right = lowest.select(
+        *keys,
+        pl.col("concurrency").alias("reference_concurrency"),
+        pl.col("repeat").alias("reference_repeat"),
+        *(pl.col(name).alias(f"reference_{name}") for name in _SHARED if name != "repeat"),
+    )
+    pairs = answers.join(right, on=keys, maintain_order="left_right")
+    return pairs.filter(pl.col("concurrency") > pl.col("reference_concurrency")).to_dicts()
+
+
+def _difference(pair: dict[str, Any]) -> Difference:
+    return compare_answers(
+        pair["output_token_ids"],
+        pair["reference_output_token_ids"],
+        text=pair["output_text"],
+        reference_text=pair["reference_output_text"],
+        finish_reasons=(pair["finish_reason"], pair["reference_finish_reason"]),
+    )
+
+
+def _classified(run: Run, pairs: list[dict[str, Any]]) -> pl.DataFrame:
+    threshold = near_tie_threshold(run)
+    differences = [_difference(pair) for pair in pairs]
+    places = {
+        (pair[name], difference.index)
+        for pair, difference in zip(pairs, differences, strict=True)
+        for name in ("request_id", "reference_request_id")
+        if difference.kind == "differs" and difference.index is not None
+    }
+    judged = _judged_margins(run)
+    tokens = _token_facts(run, places)
+    drafts = dict(run.steps.group_by("request_id").agg(pl.col("num_draft_tokens").sum()).iter_rows())
+    rows = []
+    for pair, difference in zip(pairs, differences, strict=True):
+        margin: float | None = None
+        source: str | None = None
+        name = difference.kind
+        if difference.kind == "differs":
+            fp64 = None
+            if pair["concurrency"] == pair["reference_concurrency"]:
+                margin, fp64 = judged.get(tuple(pair[key] for key in schema.SPLITS.key), (None, None))
+                source = "judged again" if margin is not None or fp64 is not None else None
+            if source is None:
+                margin, source = _margin_from_tokens(
+                    tokens.get((pair["reference_request_id"], difference.index)),
+                    tokens.get((pair["request_id"], difference.index))
+                    if difference.token_id is not None
+                    else None,
+                )
+            name = classify_margin(margin, fp64, near_tie_nats=threshold, lower_bound=source == "lower bound")
+            known = [value for value in (margin, fp64) if value is not None]
+            margin = max(known, key=abs) if known else None
+        rows.append(
+            {
+                **{key: pair[key] for key in _PAIR_SCHEMA if key in pair},
+                "num_draft_tokens": drafts.get(pair["request_id"], 0),
+                "identical": difference.kind == "identical",
+                "index": difference.index,
+                "token_id": difference.token_id,
+                "reference_token_id": difference.reference_token_id,
+                "split_class": name,
+                "margin_nats": margin,
+                "margin_source": source,
+            }
+        )
+    return pl.DataFrame(rows, schema=_PAIR_SCHEMA, orient="row")
+
+
+def _judged_margins(run: Run) -> dict[tuple[Any, ...], tuple[float | None, float | None]]:
+    splits = run.table("splits")
+    return {
+        tuple(row[key] for key in schema.SPLITS.key): (row["margin_nats"], row["margin_fp64_nats"])
+        for row in splits.iter_rows(named=True)
+    }
+
+
+def _token_facts(
+    run: Run, places: Collection[tuple[str, int]]
+) -> dict[tuple[str, int | None], tuple[float, float]]:
+    """(log probability, top-1/top-2 margin) at the given (request, index); degenerate requests left out."""
+    if not places or not run.has("tokens"):
+        return {}
+    requests = sorted({request for request, _ in places})
+    tokens = run.table("tokens").filter(pl.col("request_id").is_in(requests))
+    tokens = tokens.filter(~pl.col("request_id").is_in(degenerate_logprobs(tokens)))
+    return {
+        (request, index): (logprob, margin)
+        for request, index, logprob, margin in tokens.select(
+            "request_id", "index", "logprob", "top1_top2_margin"
+        ).iter_rows()
+        if (request, index) in places
+    }
+
+
+def _margin_from_tokens(
+    reference: tuple[float, float] | None, own: tuple[float, float] | None
+) -> tuple[float | None, str | None]:
+    if reference is None:
+        return None, None
+    if own is not None:
+        return reference[0] - own[0], "logprobs"
+    return reference[1], "lower bound"
+
+
+def _mismatched_prompts(pairs: pl.DataFrame) -> set[str]:
+    return set(pairs.filter(~pl.col("split_class").is_in(SAME_TEXT))["prompt_id"])
+
+
+def _first_by_prompt(pairs: pl.DataFrame) -> pl.DataFrame:
+    """One pair a prompt: lowest concurrency, then lowest repeat."""
+    return pairs.sort("concurrency", "repeat", maintain_order=True).unique(
+        "prompt_id", keep="first", maintain_order=True
+    )
+
+
+def _first_pairs(pairs: pl.DataFrame) -> pl.DataFrame:
+    """Per sampling and concurrency: distinct prompts, mismatches on their first pair, and all pairs."""
+    keys = ["sampling", "concurrency"]
+    differs = ~pl.col("split_class").is_in(SAME_TEXT)
+    first = pairs.sort("repeat", maintain_order=True).unique(
+        [*keys, "prompt_id"], keep="first", maintain_order=True
+    )
+    per_prompt = first.group_by(keys, maintain_order=True).agg(
+        n=pl.len().cast(pl.Int64), num_mismatched=differs.sum().cast(pl.Int64)
+    )
+    per_pair = pairs.group_by(keys, maintain_order=True).agg(
+        num_pairs=pl.len().cast(pl.Int64), num_mismatched_pairs=differs.sum().cast(pl.Int64)
+    )
+    return per_prompt.join(per_pair, on=keys, maintain_order="left").sort(keys)
+
+
+def _pit(tokens: pl.DataFrame, rng: np.random.Generator) -> NDArray[np.float64]:
+    low, high = tokens["cdf_low"].to_numpy(), tokens["cdf_high"].to_numpy()
+    return np.asarray(np.clip(low + rng.random(len(low)) * (high - low), 0.0, 1.0), dtype=np.float64)
+
+
+def _pit_test(
+    tokens: pl.DataFrame | None, arm: str, sampling: str, rng: np.random.Generator, num_resamples: int
+) -> dict[str, Any]:
+    method = "Kolmogorov distance, sign flips of prompts"
+    empty = {"statistic": None, "p_value": None, "n": 0, "n_clusters": 0, "method": method}
+    if tokens is None:
+        return {**empty, "reason": "the run has no tokens table"}
+    own = tokens.filter(pl.col("arm") == arm, pl.col("sampling") == sampling, pl.col("cdf_low").is_not_null())
+    if own.is_empty():
+        return {**empty, "reason": "no cumulative masses were recorded"}
+    values = _pit(own, rng)
+    prompts, cluster = np.unique(own["prompt_id"].to_numpy(), return_inverse=True)
+    facts = {
+        "statistic": float(scipy_stats.kstest(values, "uniform").statistic),
+        "n": len(values),
+        "n_clusters": len(prompts),
+        "method": method,
+    }
+    if len(prompts) < MINIMUM_TEST_PROMPTS:
+        return {**facts, "p_value": None, "reason": f"fewer than {MINIMUM_TEST_PROMPTS} prompts"}
+    grid = np.linspace(0.01, 0.99, 99)
+    process = np.zeros((len(prompts), len(grid)))  # shape: [num_prompts, num_grid]
+    np.add.at(process, cluster, (values[:, None] <= grid) - grid)
+    observed = np.abs(process.sum(axis=0)).max()
+    signs = rng.choice(np.array([-1.0, 1.0]), size=(num_resamples, len(prompts)))
+    flipped = np.abs(signs @ process).max(axis=1)
+    p_value = (1 + int((flipped >= observed * (1 - 1e-12)).sum())) / (1 + num_resamples)
+    return {**facts, "p_value": p_value, "reason": None}
+
+
+def _paired_test(
+    values: pl.DataFrame,
+    arm: str,
+    baseline: str,
+    rng: np.random.Generator,
+    num_resamples: int,
+    missing: str,
+) -> dict[str, Any]:
+    method = "per-prompt means, sign-flip permutation"
+    means = values.group_by("arm", "prompt_id", maintain_order=True).agg(pl.col("value").mean())
+    pairs = (
+        means.filter(pl.col("arm") == arm)
+        .join(means.filter(pl.col("arm") == baseline), on="prompt_id", suffix="_reference")
+        .sort("prompt_id")
+    )
+    n = values.filter(pl.col("arm") == arm).height
+    if pairs.is_empty():
+        return {
+            "statistic": None,
+            "p_value": None,
+            "n": n,
+            "n_clusters": 0,
+            "method": method,
+            "reason": missing,
+        }
+    difference = (pairs["value"] - pairs["value_reference"]).to_numpy()
+    facts = {"statistic": float(difference.mean()), "n": n, "n_clusters": len(difference), "method": method}
+    if len(difference) < MINIMUM_TEST_PROMPTS:
+        return {**facts, "p_value": None, "reason": f"fewer than {MINIMUM_TEST_PROMPTS} prompts"}
+    if not difference.any():
+        return {**facts, "p_value": 1.0, "reason": None}
+    found = scipy_stats.permutation_test(
+        (difference,),
+        lambda sample, axis: sample.mean(axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=num_resamples,
+        rng=rng,
+    )
+    return {**facts, "p_value": float(found.pvalue), "reason": None}

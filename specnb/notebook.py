@@ -1,0 +1,599 @@
+"""What notebooks call beside estimators: open a run, show its conditions, charts, tables and verdicts.
+
+Everything displayed is an object with `_repr_mimebundle_`, so that the same call works in
+JupyterLab (Vega-Lite in the version that JupyterLab bundles), in a stock HTML export (a
+static SVG) and in `report` (SVG first, interactive after), offline each time. All text that
+comes from a run is HTML-escaped, and paths lose their folders. Imports records, charts and
+theme; estimators are called by notebooks themselves. Separate from `report` so that a
+notebook needs no papermill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+
+from specnb import charts, theme
+from specnb.config import Arm
+from specnb.errors import RecordError
+from specnb.provenance import git_sha
+from specnb.records import Run, read_run
+
+CHART_MIME: Final = "application/vnd.vegalite.v5+json"
+CLAIMS_MIME: Final = "application/vnd.specnb.claims+json"
+END_MIME: Final = "application/vnd.specnb.end+json"
+VEGALITE_VERSION: Final = "6.4"
+
+MAX_TABLE_ROWS: Final = 60
+
+_SCHEMA_V5: Final = "https://vega.github.io/schema/vega-lite/v5.json"
+_EMBED_OPTIONS: Final = {
+    "actions": {"export": True, "source": False, "compiled": False, "editor": False},
+    "renderer": "svg",
+}
+# Enough for JupyterLab, whose page has no style sheet of ours; a report brings its own.
+_STYLE: Final = (
+    "<style>.specnb-box{border:1px solid #d0d7de;border-radius:6px;padding:8px 14px;margin:6px 0;max-width:60em}"
+    ".specnb-box dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;margin:4px 0}"
+    ".specnb-box dt{font-weight:600}.specnb-box dd{margin:0;overflow-wrap:anywhere}"
+    ".specnb-banner{border-left:5px solid #8a5a00;background:#fff6dd;color:#1f2328;padding:6px 12px;margin:6px 0}"
+    ".specnb-badge{color:#fff;border-radius:4px;padding:1px 8px;font-weight:600}"
+    ".specnb-good{background:#1b7f4d}.specnb-bad{background:#b3261e}.specnb-open{background:#8a5a00}"
+    ".specnb-scroll{overflow-x:auto}.specnb-num{text-align:right}</style>"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Something to display: HTML (model output already escaped), its plain text, further MIME types."""
+
+    html: str
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return _STYLE + self.html
+
+    def _repr_mimebundle_(self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None) -> Any:
+        return {"text/html": self._repr_html_(), "text/plain": self.text, **self.data}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartView:
+    """A chart as Vega-Lite for JupyterLab and as a static SVG for everything else.
+
+    JupyterLab 4 renders Vega-Lite up to version 5; the charts use no feature that is newer, and a
+    test renders each in both versions.
+    """
+
+    chart: charts.Chart
+
+    def __repr__(self) -> str:
+        return f"Chart({self.description!r})"
+
+    @property
+    def description(self) -> str:
+        """What the chart shows, in words."""
+        return str(self.chart.to_dict().get("description", "chart"))
+
+    def spec(self) -> dict[str, Any]:
+        """The Vega-Lite specification with data inside, labelled version 5, without links to an editor."""
+        spec: dict[str, Any] = self.chart.to_dict()
+        spec["$schema"] = _SCHEMA_V5
+        spec["usermeta"] = {"embedOptions": _EMBED_OPTIONS}
+        return spec
+
+    def svg(self) -> str:
+        """The chart as SVG, drawn in this process; nothing is fetched."""
+        return chart_svg(self.spec())
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    def _repr_mimebundle_(self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None) -> Any:
+        spec = self.spec()
+        return {CHART_MIME: spec, "image/svg+xml": chart_svg(spec), "text/plain": repr(self)}
+
+
+def chart_svg(spec: Mapping[str, Any]) -> str:
+    """A Vega-Lite specification as SVG text."""
+    import vl_convert
+
+    text = json.dumps(spec, allow_nan=False)
+    svg: str = vl_convert.vegalite_to_svg(text, vl_version=VEGALITE_VERSION)
+    return svg
+
+
+def open_run(run_dir: str, plan: str = "") -> Run:
+    """The run that a notebook analyses.
+
+    Parameters
+    ----------
+    run_dir
+        A run directory; relative to the current directory, else to the repository, so that notebooks
+        work from any directory.
+    plan
+        A plan file to measure first; its finished run is reused. Empty: `run_dir` is read. When given,
+        `run_dir` is not looked at.
+
+    Raises
+    ------
+    RecordError
+        No such directory, or its content is broken.
+    PlanError
+        The plan is wrong.
+    """
+    if plan:
+        from specnb.runner import measure_or_reuse
+
+        return read_run(measure_or_reuse(_locate(plan)))
+    found = _locate(run_dir)
+    if not found.exists():
+        raise RecordError(
+            f"{run_dir}: no such run directory, neither in the current directory nor in the repository; "
+            "give run_dir a folder that holds manifest.json"
+        )
+    return read_run(found)
+
+
+def generator(run: Run) -> np.random.Generator:
+    """A random generator seeded by the run's id: the same run gives the same intervals."""
+    digest = hashlib.sha256(run.run_id.encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "big"))
+
+
+def arm_names(run: Run) -> tuple[str, ...]:
+    """Every arm of the plan in plan order, for `arms=` of charts."""
+    return tuple(arm.name for arm in run.plan.arms)
+
+
+def show(chart: charts.Chart, frame: pl.DataFrame | None = None, *, caption: str = "the numbers behind the chart") -> None:
+    """Displays a chart and, folded below it, the table it was drawn from."""
+    from IPython.display import display
+
+    display(ChartView(chart=chart))  # type: ignore[no-untyped-call]
+    if frame is not None:
+        display(table(frame, caption=caption, folded=True))  # type: ignore[no-untyped-call]
+
+
+def table(frame: pl.DataFrame, *, caption: str, folded: bool = False, max_rows: int = MAX_TABLE_ROWS) -> View:
+    """A frame as a readable table: intervals in one column, constants in the caption, null as `n/a`.
+
+    Parameters
+    ----------
+    frame
+        Any frame; the columns of an estimate get names for people.
+    caption
+        What the rows are.
+    folded
+        Whether the table starts closed.
+    max_rows
+        Rows shown; the caption says how many there are.
+    """
+    shown = frame.head(max_rows)
+    constants, names = _split_constants(frame)
+    heads = "".join(f'<th scope="col">{_escape(_heading(name))}</th>' for name in names)
+    rows = "".join(
+        "<tr>" + "".join(_cell(name, row) for name in names) + "</tr>" for row in shown.iter_rows(named=True)
+    )
+    note = f"; {frame.height} rows, the first {max_rows} shown" if frame.height > max_rows else ""
+    facts = "".join(f"; {_escape(fact)}" for fact in constants)
+    body = (
+        f'<div class="specnb-scroll" tabindex="0"><table><caption>{_escape(caption)}{facts}{note}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        if frame.height
+        else f"<p>{_escape(caption)}: no rows.</p>"
+    )
+    if folded:
+        body = f'<details class="specnb-table"><summary>Table: {_escape(caption)}</summary>{body}</details>'
+    return View(html=body, text=f"{caption}\n{shown}")
+
+
+def claims(found: Sequence[Any], *, links: bool = False) -> View:
+    """Verdicts as sentences with their evidence: one block a claim, worst news as visible as good news.
+
+    Parameters
+    ----------
+    found
+        `verdicts.Claim` objects.
+    links
+        Whether each claim links to the notebook that judges it (used by the first notebook).
+    """
+    blocks = [_claim_html(claim) for claim in found]
+    if not blocks:
+        blocks = ["<p>No arm to judge: the run holds no arm that speculates.</p>"]
+    data = [_claim_dict(claim) for claim in found]
+    return View(
+        html='<div class="specnb-claims">' + "".join(blocks) + "</div>",
+        text="\n".join(f"{entry['verdict']}: {entry['sentence']}" for entry in data),
+        data={CLAIMS_MIME: {"claims": data}},
+    )
+
+
+def banners(run: Run) -> list[str]:
+    """Warnings that must stand above every headline of this run; empty for a complete, real, matched one."""
+    found = []
+    if _simulated(run):
+        found.append("SIMULATED: the numbers come from a simulated engine and say nothing about any model or machine.")
+    if run.modelled:
+        found.append("MODELLED: weights or acceptance were synthetic; speeds and rates are not those of a real drafter.")
+    if run.status != "finished":
+        planned = len(run.manifest.get("cell_order", []))
+        of = f" of {planned}" if planned else ""
+        found.append(f"UNFINISHED RUN ({run.status}): {len(run.cells)}{of} cells are in this report.")
+    differences = arm_differences(run)
+    if differences:
+        found.append("ARMS DIFFER IN MORE THAN SPECULATION: " + "; ".join(differences) + ".")
+    return found
+
+
+def watermark(run: Run) -> str | None:
+    """The word printed across pages of a run that is not a real measurement; None for one that is."""
+    if _simulated(run):
+        return "SIMULATED"
+    return "MODELLED" if run.modelled else None
+
+
+def arm_differences(run: Run) -> list[str]:
+    """Everything but `speculative` in which an arm differs from the baseline: arguments, prompts, prompt tokens."""
+    plan = run.plan
+    found = []
+    for arm in plan.arms:
+        for key in sorted({*arm.args, *plan.baseline.args}):
+            mine, theirs = arm.args.get(key), plan.baseline.args.get(key)
+            if mine != theirs:
+                found.append(f"{arm.name}: {key}={mine!r}, baseline {theirs!r}")
+    prompts = (
+        run.requests.filter(pl.col("num_prompt_tokens").is_not_null())
+        .group_by("prompt_id", "arm")
+        .agg(pl.col("num_prompt_tokens").min().alias("low"), pl.col("num_prompt_tokens").max().alias("high"))
+        .group_by("prompt_id")
+        .agg((pl.col("low").min() != pl.col("high").max()).alias("differs"))
+    )
+    num_different = int(prompts["differs"].sum())
+    if num_different:
+        found.append(f"prompt token counts differ on {num_different} of {prompts.height} prompts")
+    digests = run.requests.group_by("prompt_id").agg(pl.col("prompt_sha256").n_unique().alias("digests"))
+    num_changed = digests.filter(pl.col("digests") > 1).height
+    if num_changed:
+        found.append(f"prompt text differs on {num_changed} of {digests.height} prompts")
+    return found
+
+
+def condition_rows(run: Run) -> list[tuple[str, str]]:
+    """The facts without which a number of this run means nothing, as pairs of name and text."""
+    plan = run.plan
+    requests = run.requests
+    engine = run.manifest.get("engine", {})
+    rows = [
+        ("hardware", _hardware(run)),
+        ("engine", _engine(run)),
+        ("target", _target(run)),
+        *((f"drafter {arm.name}", _drafter(arm)) for arm in plan.arms if arm.speculative),
+        ("sampling", "; ".join(_sampling(setting.model_dump()) for setting in plan.sampling)),
+        ("concurrency", f"{_listed(sorted(set(requests['concurrency'])))} ({plan.load.mode} loop)"),
+        ("dataset", _dataset(run)),
+        ("prompts, requests", f"{requests['prompt_id'].n_unique()} distinct prompts, {requests.height} requests"),
+        ("repeats", _repeats(run)),
+        (
+            "intervals",
+            "95 % unless a table says otherwise; prompts are resampled as clusters, repeats as the outer level",
+        ),
+        ("acceptance length", "counts the bonus token; pooled over steps that carried a draft"),
+        ("cached prompt tokens", _cached(requests)),
+        ("failures", _failures(requests)),
+        ("differences between arms", "; ".join(arm_differences(run)) or "none beside speculation"),
+    ]
+    if engine.get("clock"):
+        rows.append(("clock", str(engine["clock"])))
+    return [(name, scrub(text)) for name, text in rows]
+
+
+def conditions(run: Run) -> View:
+    """The conditions box: what a number of this run depends on, with banners above it."""
+    rows = condition_rows(run)
+    warnings = "".join(f'<p class="specnb-banner" role="note">{_escape(scrub(text))}</p>' for text in banners(run))
+    body = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(text)}</dd>" for name, text in rows)
+    return View(
+        html=f'{warnings}<section class="specnb-box specnb-conditions" aria-label="Conditions">'
+        f"<strong>Conditions of every number on this page</strong><dl>{body}</dl></section>",
+        text="\n".join([*banners(run), *(f"{name}: {text}" for name, text in rows)]),
+    )
+
+
+def limits(run: Run) -> list[str]:
+    """What this run can't say, from what it holds."""
+    found = []
+    if _simulated(run) or run.modelled:
+        found.append("Nothing here was measured on a real model pair.")
+    if _num_repeats(run) < 2:
+        found.append("One repeat: run-to-run variation is unknown, intervals cover prompts only.")
+    if run.requests["concurrency"].n_unique() < 2:
+        found.append("One concurrency: nothing is known about other loads.")
+    num_prompts = run.requests["prompt_id"].n_unique()
+    if num_prompts < 30:
+        found.append(f"{num_prompts} distinct prompts: intervals over prompts are wide and rare failures are unseen.")
+    if not run.has("tokens"):
+        found.append("No token table: entropy and the law of sampled tokens were not measured.")
+    if not run.has("engine_steps"):
+        found.append("No engine steps: step times come from the client's side.")
+    if not run.has("splits"):
+        found.append("First divergences were not judged again by the target.")
+    if all(setting.temperature > 0 for setting in run.plan.sampling):
+        found.append("No greedy setting: answers can't be compared token by token.")
+    if all(setting.temperature == 0 for setting in run.plan.sampling):
+        found.append("No sampled setting: losslessness at a temperature above 0 was not tested.")
+    if run.status != "finished":
+        found.append("The run is not finished.")
+    return found
+
+
+def provenance(run: Run) -> View:
+    """Where the run came from and what it can't say; the last cell of every notebook, which marks its end."""
+    manifest = run.manifest
+    versions = manifest.get("versions") or {}
+    rows = [
+        ("run", run.run_id),
+        ("status", run.status),
+        ("started", str(manifest.get("started_at"))),
+        ("ended", str(manifest.get("ended_at") or "not yet")),
+        ("measured by revision", str(manifest.get("git_sha") or "unknown")),
+        ("analysed by revision", git_sha() or "unknown"),
+        ("plan", f"{run.plan.name}, sha256 {manifest['plan_sha256']}"),
+        ("record schema", str(manifest["schema_version"])),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "unknown"),
+        ("cells", f"{len(run.cells)} finished"),
+        ("workload", _digest(manifest.get("workload"))),
+    ]
+    body = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(scrub(text))}</dd>" for name, text in rows)
+    notes = limits(run)
+    listed = "".join(f"<li>{_escape(note)}</li>" for note in notes) or "<li>None known beside the conditions above.</li>"
+    return View(
+        html=f'<section class="specnb-box" aria-label="Provenance"><dl>{body}</dl>'
+        f"<strong>Limits</strong><ul>{listed}</ul></section>",
+        text="\n".join([*(f"{name}: {scrub(text)}" for name, text in rows), *notes]),
+        data={END_MIME: {"run_id": run.run_id}},
+    )
+
+
+def scrub(text: str) -> str:
+    """Text without the reader's-eyes-only parts of paths: the home and the repository folder."""
+    for folder, short in ((_repository(), "."), (Path.home(), "~")):
+        if folder != Path(folder.anchor):
+            text = text.replace(str(folder), short)
+    return text
+
+
+# ---------------------------------------------------------------- shared parts
+
+
+def _repository() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def _locate(path: str) -> Path:
+    """`path` as given if it exists from here, else relative to the repository if it exists there."""
+    given = Path(path).expanduser()
+    if given.is_absolute() or given.exists():
+        return given
+    fallback = _repository() / given
+    return fallback if fallback.exists() else given
+
+
+def _simulated(run: Run) -> bool:
+    return bool(run.manifest.get("engine", {}).get("simulated")) or run.plan.engine.kind == "simulated"
+
+
+def _num_repeats(run: Run) -> int:
+    return int(run.requests["repeat"].n_unique())
+
+
+def _repeats(run: Run) -> str:
+    number = _num_repeats(run)
+    return str(number) if number >= 2 else "1; run-to-run interval n/a: single run"
+
+
+def _hardware(run: Run) -> str:
+    host = run.manifest.get("host") or {}
+    engine = run.manifest.get("engine") or {}
+    parts = []
+    gpus = engine.get("gpu") or run.manifest.get("gpu") or engine.get("gpus")
+    if gpus:
+        parts.append("GPU " + (gpus if isinstance(gpus, str) else _listed(gpus)))
+    elif engine.get("device"):
+        parts.append(f"device {engine['device']}")
+    if host.get("processor"):
+        parts.append(f"CPU {host['processor']}, {host.get('num_cores')} cores")
+    return ", ".join(parts) or "unknown"
+
+
+def _engine(run: Run) -> str:
+    engine = run.manifest.get("engine") or {}
+    versions = run.manifest.get("versions") or {}
+    label = str(engine.get("label") or run.plan.engine.kind)
+    named = [f"{name} {versions[name]}" for name in ("vllm", "torch", "transformers", "specnb") if versions.get(name)]
+    return ", ".join([label, *named])
+
+
+def _target(run: Run) -> str:
+    target = (run.manifest.get("engine") or {}).get("target") or {}
+    label = str(target.get("label") or _base_name(run.plan.target.model))
+    parts = [label, str(target.get("dtype") or run.plan.target.dtype)]
+    identity = target.get("revision") or target.get("sha256") or run.plan.target.revision
+    if identity:
+        parts.append(str(identity)[:12])
+    return ", ".join(parts)
+
+
+def _drafter(arm: Arm) -> str:
+    settings = arm.speculative
+    assert settings is not None
+    model = f"{_base_name(settings.model)}, " if settings.model else ""
+    extra = f", {settings.draft_sample_method} drafts" if settings.draft_sample_method else ""
+    rule = f", {settings.rejection_sample_method} acceptance" if settings.rejection_sample_method else ""
+    return f"{model}method {settings.method}, K = {settings.num_speculative_tokens}{extra}{rule}"
+
+
+def _sampling(setting: Mapping[str, Any]) -> str:
+    law = "greedy" if setting["temperature"] == 0 else f"temperature {setting['temperature']:g}"
+    if setting["temperature"] and setting["top_p"] < 1:
+        law += f", top-p {setting['top_p']:g}"
+    if setting["temperature"] and setting["top_k"]:
+        law += f", top-k {setting['top_k']}"
+    eos = ", stop token ignored" if setting["ignore_eos"] else ""
+    return f"{setting['name']} ({law}, at most {setting['max_tokens']} tokens{eos})"
+
+
+def _dataset(run: Run) -> str:
+    plan = run.plan.workload
+    return (
+        f"{_base_name(plan.set)}; entropy tiers {_listed(plan.tiers)}; "
+        f"output lengths {_listed(plan.lengths)} (mixed inside a cell)"
+    )
+
+
+def _cached(requests: pl.DataFrame) -> str:
+    known = requests.filter(pl.col("num_cached_tokens").is_not_null(), pl.col("num_prompt_tokens") > 0)
+    if known.is_empty():
+        return "n/a: the engine does not say"
+    by_arm = known.group_by("arm", maintain_order=True).agg(
+        (pl.col("num_cached_tokens").sum() / pl.col("num_prompt_tokens").sum()).alias("share")
+    )
+    return ", ".join(f"{arm} {share:.1%}" for arm, share in by_arm.iter_rows())
+
+
+def _failures(requests: pl.DataFrame) -> str:
+    counted = (
+        requests.filter(pl.col("status") != "ok")
+        .group_by("arm", "status", maintain_order=True)
+        .agg(pl.len().alias("count"))
+    )
+    if counted.is_empty():
+        return f"0 of {requests.height} requests"
+    parts = ", ".join(f"{arm} {count} {status}" for arm, status, count in counted.iter_rows())
+    return f"{int(counted['count'].sum())} of {requests.height} requests ({parts})"
+
+
+def _digest(workload: Any) -> str:
+    if not isinstance(workload, Mapping):
+        return "unknown"
+    digest = workload.get("sha256")
+    name = _base_name(str(workload.get("name") or workload.get("set") or "workload"))
+    return f"{name}, sha256 {digest}" if digest else name
+
+
+def _base_name(path: str) -> str:
+    """A hub id as it is; of a local path only its last part."""
+    return Path(path).name if Path(path).is_absolute() or path.startswith(("~", ".")) else path
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _escape(text: object) -> str:
+    return html.escape(str(text), quote=True)
+
+
+def _split_constants(frame: pl.DataFrame) -> tuple[list[str], list[str]]:
+    """Facts that hold for every row (for the caption), and the columns that are left to show."""
+    facts = []
+    hidden = {"low", "high"} if {"value", "low", "high"} <= set(frame.columns) else set()
+    for name in ("metric", "level", "method", "run_id"):
+        if name in frame.columns and frame.height and frame[name].n_unique() == 1 and frame.columns != [name]:
+            hidden.add(name)
+            value = frame[name][0]
+            if name == "level":
+                facts.append(f"{value * 100:g} % intervals")
+            elif name == "method":
+                facts.append(f"interval: {value}")
+            elif name == "metric":
+                facts.append(theme.column_title(value))
+    if "level" in frame.columns:
+        hidden.add("level")
+    names = [
+        name
+        for name in frame.columns
+        if name not in hidden and (frame[name].null_count() < frame.height or name == "value")
+    ]
+    if "low" in hidden and "value" in names:
+        names.insert(names.index("value") + 1, "interval")
+    return facts, names
+
+
+def _heading(name: str) -> str:
+    return theme.column_title(name)
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    if name == "interval":
+        low, high = row["low"], row["high"]
+        text = "n/a" if low is None or high is None else f"[{_number(low)}, {_number(high)}]"
+        return f'<td class="specnb-num">{text}</td>'
+    value = row[name]
+    if value is None:
+        return '<td class="specnb-num">n/a</td>' if name == "value" else "<td></td>"
+    if isinstance(value, bool):
+        return f"<td>{'yes' if value else 'no'}</td>"
+    if isinstance(value, (int, float)):
+        return f'<td class="specnb-num">{_number(value)}</td>'
+    return f"<td>{_escape(scrub(str(value)))}</td>"
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e6):
+        return f"{value:.3g}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _claim_dict(claim: Any) -> dict[str, Any]:
+    return {
+        "arm": getattr(claim, "arm", None),
+        "question": str(claim.question),
+        "verdict": str(claim.verdict),
+        "sentence": scrub(str(claim.sentence)),
+    }
+
+
+def _claim_html(claim: Any) -> str:
+    tone = theme.verdict_tone(str(claim.verdict))
+    facts = []
+    estimate = getattr(claim, "estimate", None)
+    if estimate is not None and estimate.value is not None:
+        interval = (
+            f"{estimate.level * 100:g} % interval [{_number(estimate.low)}, {_number(estimate.high)}], {estimate.method}"
+            if estimate.low is not None
+            else f"no interval: {estimate.reason}"
+        )
+        facts.append(("estimate", f"{_number(estimate.value)} ({interval})"))
+        facts.append(("n", f"{estimate.n:,} over {estimate.n_clusters:,} prompts"))
+    elif estimate is not None:
+        facts.append(("estimate", f"n/a: {estimate.reason}"))
+    if getattr(claim, "threshold", None) is not None:
+        threshold = claim.threshold
+        facts.append(("threshold", _number(threshold) if isinstance(threshold, (int, float)) else str(threshold)))
+    body = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(text)}</dd>" for name, text in facts)
+    reasons = "".join(f"<li>{_escape(scrub(str(reason)))}</li>" for reason in getattr(claim, "reasons", ()) or ())
+    arm = getattr(claim, "arm", None)
+    return (
+        f'<section class="specnb-box specnb-claim specnb-claim-{tone}"><p>'
+        f'<span class="specnb-badge specnb-{tone}">{_escape(claim.verdict)}</span> '
+        + (f"<strong>{_escape(arm)}</strong> " if arm else "")
+        + f"{_escape(scrub(str(claim.sentence)))}</p>"
+        + (f"<dl>{body}</dl>" if body else "")
+        + (f"<ul>{reasons}</ul>" if reasons else "")
+        + "</section>"
+    )
