@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import altair as alt
@@ -40,7 +41,32 @@ _ESTIMATE: Final = ("value", "low", "high", "n")
 _EXTRAS: Final = ("level", "n_clusters", "method", "reason")
 
 
-# ---------------------------------------------------------------- public charts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """How the value's axis of a chart reads."""
+
+    title: str
+    value_title: str
+    scale: alt.Scale
+    value_format: str
+    rule_at: float | None = None
+    axis: alt.Axis | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Which arms there are, and which columns become panels."""
+
+    arms: Sequence[str] = ()
+    column: str | None = None
+    row: str | None = None
+
+    @property
+    def panels(self) -> list[str]:
+        return [field for field in (self.column, self.row) if field]
+
+
+# Public charts
 
 
 def survival_by_position_chart(
@@ -62,11 +88,8 @@ def survival_by_position_chart(
         frame,
         name="survival_by_position_chart",
         metric="survival",
-        title="Survival by draft position",
-        y_title="share of blocks still alive",
-        arms=arms,
-        column=column,
-        row=row,
+        look=("Survival by draft position", "share of blocks still alive"),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
@@ -90,11 +113,8 @@ def conditional_acceptance_by_position_chart(
         frame,
         name="conditional_acceptance_by_position_chart",
         metric="conditional_acceptance_rate",
-        title="Conditional acceptance rate by draft position",
-        y_title="accepted among reached",
-        arms=arms,
-        column=column,
-        row=row,
+        look=("Conditional acceptance rate by draft position", "accepted among reached"),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
@@ -114,26 +134,31 @@ def counterfactual_acceptance_length_chart(
         A column is missing, holds NaN, or rows share a point.
     """
     name = "counterfactual_acceptance_length_chart"
-    frame = _select(frame, name, "counterfactual_acceptance_length", ("arm", "num_speculative_tokens"), column, row)
+    frame = _select(
+        frame, name, "counterfactual_acceptance_length", ("arm", "num_speculative_tokens"), column, row
+    )
     return _curves(
         frame,
-        name=name,
-        title="Acceptance length if blocks were cut to K' drafts",
-        x=alt.X("num_speculative_tokens:O", title=theme.COLUMN_TITLES["num_speculative_tokens"], axis=alt.Axis(labelAngle=0)),
+        x=alt.X(
+            "num_speculative_tokens:O",
+            title=theme.COLUMN_TITLES["num_speculative_tokens"],
+            axis=alt.Axis(labelAngle=0),
+        ),
         x_field="num_speculative_tokens",
-        y_title="tokens a verification step",
-        scale=alt.Scale(domainMin=1, zero=False, nice=True),
-        value_format=".2f",
-        arms=arms,
-        column=column,
-        row=row,
+        look=_Look(
+            title="Acceptance length if blocks were cut to K' drafts",
+            value_title="tokens a verification step",
+            scale=alt.Scale(domainMin=1, zero=False, nice=True),
+            value_format=".2f",
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
 def suffix_decay_chart(
     frame: pl.DataFrame, *, label: str = "entropy_tier", arms: Sequence[str] = (), row: str | None = None
 ) -> Chart:
-    """Suffix decay: slope of the conditional acceptance rate's logit over position, with a rule at 0 (no decay).
+    """Suffix decay: logit slope of the conditional acceptance rate over position; the rule at 0 is no decay.
 
     Parameters
     ----------
@@ -149,15 +174,15 @@ def suffix_decay_chart(
     frame = _select(frame, name, "conditional_logit_slope", ("arm", label), row)
     return _dots(
         frame,
-        name=name,
-        title="Suffix decay by " + theme.column_title(label),
         label=label,
-        x_title="logit slope a position (below 0: later drafts fare worse)",
-        scale=alt.Scale(zero=True, nice=True),
-        rule_at=0.0,
-        value_format="+.3f",
-        arms=arms,
-        row=row,
+        look=_Look(
+            title="Suffix decay by " + theme.column_title(label),
+            value_title="logit slope a position (below 0: later drafts fare worse)",
+            scale=alt.Scale(zero=True, nice=True),
+            value_format="+.3f",
+            rule_at=0.0,
+        ),
+        layout=_Layout(arms=arms, row=row),
     )
 
 
@@ -179,20 +204,25 @@ def hit_rate_by_entropy_chart(
     """
     name = "hit_rate_by_entropy_chart"
     fields = ("arm", "entropy_low_nats", "entropy_high_nats", "entropy_mean_nats")
-    frame = _select(frame, name, "conditional_acceptance_rate", fields, column, row, key=("arm", "entropy_low_nats"))
+    frame = _select(
+        frame, name, "conditional_acceptance_rate", fields, column, row, key=("arm", "entropy_low_nats")
+    )
     return _curves(
         frame,
-        name=name,
-        title="Hit rate by measured entropy",
-        x=alt.X("entropy_mean_nats:Q", title=theme.COLUMN_TITLES["entropy_mean_nats"], scale=alt.Scale(zero=True, nice=True)),
+        x=alt.X(
+            "entropy_mean_nats:Q",
+            title=theme.COLUMN_TITLES["entropy_mean_nats"],
+            scale=alt.Scale(zero=True, nice=True),
+        ),
         x_field="entropy_mean_nats",
-        y_title="drafted tokens accepted",
-        scale=alt.Scale(domain=[0, 1]),
-        value_format=".3f",
-        arms=arms,
-        column=column,
-        row=row,
         details=("entropy_low_nats", "entropy_high_nats"),
+        look=_Look(
+            title="Hit rate by measured entropy",
+            value_title="drafted tokens accepted",
+            scale=alt.Scale(domain=[0, 1]),
+            value_format=".3f",
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
@@ -210,9 +240,10 @@ def hit_rate_by_label_chart(
     Parameters
     ----------
     frame
-        `hit_rate_by_label`: arm, the label column, value, low, high, n.
+        `hit_rate_by_label`: arm, label, label_value, value, low, high, n; or a frame in which the label
+        is a column of its own, as in `acceptance_table`.
     label
-        Which column holds the labels.
+        Which label is drawn.
     metric
         Which metric's rows are drawn, where the frame holds several.
 
@@ -222,19 +253,19 @@ def hit_rate_by_label_chart(
         A column is missing, holds NaN, or rows share a point.
     """
     name = "hit_rate_by_label_chart"
+    if {"label", "label_value"} <= set(frame.columns):
+        frame = frame.filter(pl.col("label") == label).drop("label").rename({"label_value": label})
     frame = _select(frame, name, metric, ("arm", label), column, row)
     return _dots(
         frame,
-        name=name,
-        title="Hit rate by " + theme.column_title(label),
         label=label,
-        x_title="drafted tokens accepted",
-        scale=alt.Scale(domain=[0, 1]),
-        rule_at=None,
-        value_format=".3f",
-        arms=arms,
-        column=column,
-        row=row,
+        look=_Look(
+            title="Hit rate by " + theme.column_title(label),
+            value_title="drafted tokens accepted",
+            scale=alt.Scale(domain=[0, 1]),
+            value_format=".3f",
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
@@ -270,17 +301,16 @@ def speedup_by_concurrency_chart(
     frame = _select(frame, name, metric, ("arm", "concurrency"), column, row)
     return _curves(
         frame,
-        name=name,
-        title=title,
         x=_log2_concurrency(frame),
         x_field="concurrency",
-        y_title=y_title,
-        scale=alt.Scale(zero=True, nice=True, domainMin=0),
-        rule_at=1.0,
-        value_format=".2f",
-        arms=arms,
-        column=column,
-        row=row,
+        look=_Look(
+            title=title,
+            value_title=y_title,
+            scale=alt.Scale(zero=True, nice=True, domainMin=0),
+            value_format=".2f",
+            rule_at=1.0,
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
@@ -303,21 +333,28 @@ def throughput_chart(
     frame = _select(frame, name, None, ("arm", "concurrency"), column, row)
     return _curves(
         frame,
-        name=name,
-        title="Throughput by concurrency",
         x=_log2_concurrency(frame),
         x_field="concurrency",
-        y_title="output tokens a second",
-        scale=alt.Scale(zero=True, nice=True),
-        value_format=",.1f",
-        arms=arms,
-        column=column,
-        row=row,
+        look=_Look(
+            title="Throughput by concurrency",
+            value_title="output tokens a second",
+            scale=alt.Scale(zero=True, nice=True),
+            value_format=",.1f",
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
-def latency_chart(frame: pl.DataFrame, *, metric: str, arms: Sequence[str] = (), row: str | None = None) -> Chart:
-    """One latency by concurrency, a panel for each quantile; quantiles below their minimum n are named, not drawn.
+def latency_chart(
+    frame: pl.DataFrame,
+    *,
+    metric: str,
+    arms: Sequence[str] = (),
+    column: str = "quantile",
+    row: str | None = None,
+    quantile: float | None = None,
+) -> Chart:
+    """One latency by concurrency, a panel a quantile; quantiles below their minimum n are named, not drawn.
 
     Parameters
     ----------
@@ -325,6 +362,8 @@ def latency_chart(frame: pl.DataFrame, *, metric: str, arms: Sequence[str] = (),
         `latency_quantiles`: arm, concurrency, quantile, value, low, high (seconds), n.
     metric
         `ttft_s`, `tpot_s`, `e2e_s` or another metric of the frame.
+    column, quantile
+        Another column to lay out, with the one quantile to draw, such as `length_tier` and 0.5.
 
     Raises
     ------
@@ -333,35 +372,44 @@ def latency_chart(frame: pl.DataFrame, *, metric: str, arms: Sequence[str] = (),
     """
     name = "latency_chart"
     words = {
-        "ttft_s": "TTFT, send to first token",
-        "tpot_s": "TPOT, time per output token after the first chunk",
-        "e2e_s": "E2E, send to last token",
+        "ttft_s": "TTFT (send to first token)",
+        "tpot_s": "TPOT (time per output token after the first chunk)",
+        "e2e_s": "E2E (send to last token)",
     }
-    frame = _select(frame, name, metric, ("arm", "concurrency", "quantile"), row)
-    frame = frame.with_columns(
-        (pl.lit("P") + (pl.col("quantile") * 100).round(1).cast(pl.String).str.replace(r"\.0$", "")).alias("quantile")
+    _check(frame, name, ["quantile"])
+    label = pl.lit("P") + (pl.col("quantile") * 100).round(1).cast(pl.String).str.replace(r"\.0$", "")
+    if quantile is not None:
+        frame = frame.filter(pl.col("quantile") == quantile)
+    frame = _select(
+        frame.with_columns(label.alias("quantile")),
+        name,
+        metric,
+        ("arm", "concurrency", "quantile"),
+        column,
+        row,
     )
     milliseconds = metric == "tpot_s"
+    what = f"{words.get(metric, theme.column_title(metric))} by concurrency"
     return _curves(
         frame,
-        name=name,
-        title=f"{words.get(metric, theme.column_title(metric))}, by concurrency",
         x=_log2_concurrency(frame),
         x_field="concurrency",
-        y_title="milliseconds" if milliseconds else "seconds",
-        label_expression="format(datum.value * 1000, ',~r')" if milliseconds else None,
-        scale=alt.Scale(zero=True, nice=True),
-        value_format=".4f",
-        arms=arms,
-        column="quantile",
-        row=row,
+        look=_Look(
+            title=what if quantile is None else f"P{quantile * 100:g} {what}",
+            value_title="milliseconds" if milliseconds else "seconds",
+            scale=alt.Scale(zero=True, nice=True),
+            value_format=".4f",
+            axis=alt.Axis(labelExpr="format(datum.value * 1000, ',~r')") if milliseconds else None,
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
+        details=("quantile",),
     )
 
 
 def decomposition_chart(
     frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
 ) -> Chart:
-    """Measured decode speedup beside the one predicted from tokens a step and step times; the gap is the residual.
+    """Measured decode speedup beside the one predicted from tokens and time a step; the gap is the residual.
 
     Parameters
     ----------
@@ -375,11 +423,12 @@ def decomposition_chart(
     """
     name = "decomposition_chart"
     fields = ("arm", "concurrency", "decode_speedup", "predicted_speedup", "residual")
-    groups = [field for field in (column, row) if field]
+    layout = _Layout(arms=arms, column=column, row=row)
+    groups = layout.panels
     _check(frame, name, [*fields, *groups], numbers=("decode_speedup", "predicted_speedup", "residual"))
     _refuse_shared_points(frame, name, ["arm", "concurrency", *groups])
     if frame.is_empty():
-        return _empty(name, "Measured and predicted decode speedup", _why_empty(frame, None))
+        return _empty("Measured and predicted decode speedup")
     kinds = {"decode_speedup": "measured", "predicted_speedup": "predicted"}
     keep = ["arm", "concurrency", *groups, "residual", *(["reason"] if "reason" in frame.columns else [])]
     long = frame.unpivot(on=list(kinds), index=keep, variable_name="kind", value_name="value").with_columns(
@@ -398,27 +447,28 @@ def decomposition_chart(
         y=alt.Y("value:Q", title="decode speedup", scale=alt.Scale(zero=True, nice=True)),
         color=colour,
     )
-    tips = _tips(long, ["arm", "concurrency", *groups, "kind"], value_format=".3f", extra=(("residual", "+.1%"),))
+    tips = _tips(
+        long, ["arm", "concurrency", *groups, "kind"], value_format=".3f", extra=(("residual", "+.1%"),)
+    )
     layers = [
         _rule(1.0),
         base.mark_line(clip=True).encode(strokeDash=dash, detail="kind:N"),
         base.mark_point(filled=True, strokeWidth=1.5, size=60).encode(fillOpacity=fill, tooltip=tips),
-        *_gaps(long, base, ["arm", "concurrency", *groups], at=_size(long, column, row)[1] - 8),
+        *_gaps(long, base, ["arm", "concurrency", *groups], at=_size(long, layout)[1] - 8),
     ]
     return _panels(
         long,
         layers,
         title="Measured and predicted decode speedup",
         notes=_notes(long, ["arm", "concurrency", *groups]),
-        column=column,
-        row=row,
+        layout=layout,
     )
 
 
 def cycle_time_chart(
-    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = "arm", row: str | None = None
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
 ) -> Chart:
-    """Where a speculative step's time goes (draft, verify, stall), beside the baseline's step time (black tick).
+    """Where a speculative step's time goes (draft, verify, stall), beside the baseline's step (black tick).
 
     Parameters
     ----------
@@ -433,12 +483,12 @@ def cycle_time_chart(
     name = "cycle_time_chart"
     title = "Time of a speculative step (black tick: a baseline step)"
     parts = {"verify_s": "verify", "draft_s": "draft", "stall_s": "prefill stall"}
-    points = list(dict.fromkeys(field for field in ("concurrency", column, row) if field))
+    points = list(dict.fromkeys(field for field in ("arm", "concurrency", column, row) if field))
     numbers = [*parts, "baseline_step_s"]
     _check(frame, name, [*points, *numbers], numbers=numbers)
     _refuse_shared_points(frame, name, points)
     if frame.is_empty():
-        return _empty(name, title, _why_empty(frame, None))
+        return _empty(title)
     keep = [*points, "baseline_step_s", *(["reason"] if "reason" in frame.columns else [])]
     order = list(parts.values())
     long = frame.unpivot(on=list(parts), index=keep, variable_name="part", value_name="value").with_columns(
@@ -449,8 +499,17 @@ def cycle_time_chart(
     )
     y_title = "milliseconds a step"
     axis = alt.Axis(labelExpr="format(datum.value * 1000, ',~r')")
+    present = [
+        arm for arm in theme.arm_domain(long["arm"].to_list(), arms=arms) if arm in set(long["arm"].to_list())
+    ]
     base = alt.Chart().encode(
-        x=alt.X("concurrency:O", title="concurrency", axis=alt.Axis(labelAngle=0), scale=alt.Scale(paddingInner=0.35))
+        xOffset=alt.XOffset("arm:N", sort=present),
+        x=alt.X(
+            "concurrency:O",
+            title="concurrency",
+            axis=alt.Axis(labelAngle=0),
+            scale=alt.Scale(paddingInner=0.35),
+        ),
     )
     bars = base.mark_bar(stroke="white", strokeWidth=0.5).encode(
         y=alt.Y("value:Q", title=y_title, stack="zero", axis=axis),
@@ -467,26 +526,22 @@ def cycle_time_chart(
         y=alt.Y("baseline_step_s:Q", title=y_title, axis=axis),
         tooltip=[alt.Tooltip("baseline_step_s:Q", title="baseline step (s)", format=".5f")],
     )
-    order_of_arms = [arm for arm in arms if column == "arm" and arm in set(long["arm"].to_list())]
-    return _panels(
-        long,
-        [bars, tick],
-        title=title,
-        notes=_notes(long, points),
-        column=column,
-        row=row,
-        column_order=order_of_arms,
-    )
+    notes = _notes(long, points)
+    if len(present) > 1:
+        notes = [f"Bars of one concurrency, from left to right: {', '.join(present)}.", *notes]
+    layout = _Layout(arms=arms, column=column, row=row)
+    return _panels(long, [bars, tick], title=title, notes=notes, layout=layout)
 
 
-def match_rate_chart(frame: pl.DataFrame, *, label: str = "comparison", row: str | None = None) -> Chart:
-    """Exact-match rate of greedy answers by comparison: arms against the baseline beside the controls.
+def match_rate_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
+    """Exact-match rate of greedy answers: arms against the baseline in colour, controls in grey.
 
     Parameters
     ----------
     frame
-        `greedy_table`: the label column (which pair of sides), concurrency, value, low, high, n; optional
-        `control` (boolean), which draws controls in grey.
+        `equivalence.greedy_table`: arm, comparison, concurrency, value, low, high, n.
+    row
+        `sampling`, where the frame holds several greedy settings.
 
     Raises
     ------
@@ -494,55 +549,65 @@ def match_rate_chart(frame: pl.DataFrame, *, label: str = "comparison", row: str
         A column is missing, holds NaN, or rows share a point.
     """
     name = "match_rate_chart"
-    frame = _select(frame, name, "exact_match_rate", (label, "concurrency"), row)
+    title = "Exact match of greedy answers"
+    frame = _select(frame, name, "exact_match_rate", ("arm", "comparison", "concurrency"), row)
     if frame.is_empty():
-        return _empty(name, "Exact match of greedy answers", _why_empty(frame, "exact_match_rate"))
-    if "control" not in frame.columns:
-        frame = frame.with_columns(pl.lit(False).alias("control"))
+        return _empty(title, "the run holds no pair of greedy answers")
+    kinds = ["arm against baseline", "control"]
+    judged = pl.col("comparison") == kinds[0]
     frame = frame.with_columns(
-        pl.when(pl.col("control")).then(pl.lit("control")).otherwise(pl.lit("arm against baseline")).alias("kind")
+        pl.when(judged).then(pl.lit(kinds[0])).otherwise(pl.lit(kinds[1])).alias("kind"),
+        pl.when(pl.col("comparison").str.starts_with("arm"))
+        .then(pl.col("arm") + pl.col("comparison").str.strip_prefix("arm"))
+        .otherwise(pl.col("comparison"))
+        .alias("pair"),
     )
-    order = frame.sort("control")[label].unique(maintain_order=True).to_list()
-    colour = alt.Color(
-        "kind:N",
-        title=None,
-        scale=alt.Scale(domain=["arm against baseline", "control"], range=["#0072b2", theme.BASELINE_COLOUR]),
-    )
-    shape = alt.Shape(
-        "kind:N",
-        title=None,
-        scale=alt.Scale(domain=["arm against baseline", "control"], range=["circle", "triangle-up"]),
+    order = (
+        frame.sort(judged, descending=True, maintain_order=True)["pair"].unique(maintain_order=True).to_list()
     )
     groups = [field for field in (row,) if field]
     base = alt.Chart().encode(
-        y=alt.Y(f"{label}:N", title=None, sort=order, axis=alt.Axis(labelLimit=360, grid=True)),
+        y=alt.Y("pair:N", title=None, sort=order, axis=alt.Axis(labelLimit=360, grid=True, gridDash=[2, 3])),
         yOffset=alt.YOffset("concurrency:O", sort="ascending"),
-        color=colour,
+        color=alt.Color(
+            "kind:N",
+            title=None,
+            scale=alt.Scale(domain=kinds, range=[theme.ARM_COLOURS[0], theme.BASELINE_COLOUR]),
+        ),
     )
-    x_title = "share of pairs with the same tokens to the end"
-    x = alt.X("value:Q", title=x_title, scale=alt.Scale(domain=[0, 1]))
+    x_title = "share of prompts with the same tokens to the end"
+    scale = alt.Scale(domain=[0, 1])
     points = base.mark_point(filled=True, size=60).encode(
-        x=x, shape=shape, tooltip=_tips(frame, [label, "concurrency", *groups], value_format=".3f")
+        x=alt.X("value:Q", title=x_title, scale=scale),
+        shape=alt.Shape(
+            "kind:N", title=None, scale=alt.Scale(domain=kinds, range=["circle", theme.BASELINE_SHAPE])
+        ),
+        tooltip=_tips(frame, ["pair", "concurrency", *groups], value_format=".3f"),
     )
-    bars = base.mark_rule(strokeWidth=2, strokeOpacity=0.6).encode(x=alt.X("low:Q", title=x_title), x2="high:Q")
-    height = max(90, 26 * len(order) + 12 * frame.select(label, "concurrency").n_unique())
+    bars = base.mark_rule(strokeWidth=2, strokeOpacity=0.6).encode(
+        x=alt.X("low:Q", title=x_title, scale=scale), x2="high:Q"
+    )
     return _panels(
         frame,
-        [bars, points, *_gaps(frame, base, [label, "concurrency", *groups], along="x", at=14)],
-        title="Exact match of greedy answers",
-        notes=_notes(frame, [label, "concurrency", *groups]),
-        row=row,
-        size=(480, height),
+        [bars, points],
+        title=title,
+        notes=["Marks of one row, from top to bottom: rising concurrency."]
+        if frame["concurrency"].n_unique() > 1
+        else [],
+        layout=_Layout(row=row),
+        size=(480, max(90, len(order) * (18 + 12 * frame["concurrency"].n_unique()))),
     )
 
 
-def split_class_chart(frame: pl.DataFrame, *, label: str = "comparison", row: str | None = None) -> Chart:
-    """How greedy answers split: numbers of pairs by kind of first divergence, one bar a comparison.
+def split_class_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
+    """How greedy answers part from the baseline's: pairs by kind of first divergence.
 
     Parameters
     ----------
     frame
-        The label column, split_class, count: one row a kind of divergence of a comparison.
+        `equivalence.split_table`: arm, concurrency, split_class, n (pairs).
+    row
+        `sampling`, where the frame holds several greedy settings.
 
     Raises
     ------
@@ -550,13 +615,15 @@ def split_class_chart(frame: pl.DataFrame, *, label: str = "comparison", row: st
         A column is missing or rows share a point.
     """
     name = "split_class_chart"
+    title = "First divergences from the baseline by kind"
     groups = [field for field in (row,) if field]
-    _check(frame, name, [label, "split_class", "count", *groups], numbers=("count",))
-    _refuse_shared_points(frame, name, [label, "split_class", *groups])
+    _check(frame, name, ["arm", "concurrency", "split_class", "n", *groups], numbers=("n",))
+    _refuse_shared_points(frame, name, ["arm", "concurrency", "split_class", *groups])
+    frame = frame.filter(pl.col("n") > 0)
     if frame.is_empty():
-        return _empty(name, "First divergences by kind", "no pair of greedy answers differs")
+        return _empty(title, "the run holds no pair of greedy answers")
     palette = {
-        "identical": "#d5dbe1",
+        "identical": "#dde3e9",
         "eos_only": "#b9c6d2",
         "same_text_different_ids": "#8fb3cf",
         "tie": "#56b4e9",
@@ -565,38 +632,42 @@ def split_class_chart(frame: pl.DataFrame, *, label: str = "comparison", row: st
         "clear": "#b3261e",
     }
     found = set(frame["split_class"].to_list())
-    kinds = [kind for kind in palette if kind in found] + sorted(found - set(palette))
-    chart = alt.Chart().mark_bar(stroke="white", strokeWidth=0.5)
-    chart = chart.encode(
-        y=alt.Y(f"{label}:N", title=None, axis=alt.Axis(labelLimit=360)),
-        x=alt.X("count:Q", title="pairs of answers", stack="zero", axis=alt.Axis(tickMinStep=1, format=",d")),
-        color=alt.Color(
-            "split_class:N",
-            title="first divergence",
-            sort=kinds,
-            scale=alt.Scale(domain=kinds, range=[palette.get(kind, "#cc79a7") for kind in kinds]),
-        ),
-        order=alt.Order("class_order:Q"),
-        tooltip=[
-            alt.Tooltip(f"{label}:N", title=theme.column_title(label)),
-            alt.Tooltip("split_class:N", title="first divergence"),
-            alt.Tooltip("count:Q", title="pairs", format=",d"),
-        ],
-    )
+    kinds = [*(kind for kind in palette if kind in found), *sorted(found - set(palette))]
     frame = frame.with_columns(
-        pl.col("split_class").replace_strict({kind: place for place, kind in enumerate(kinds)}).alias("class_order")
+        pl.col("split_class")
+        .replace_strict({kind: place for place, kind in enumerate(kinds)})
+        .alias("class_order"),
+        (pl.col("arm") + ", concurrency " + pl.col("concurrency").cast(pl.String)).alias("side"),
     )
-    return _panels(
-        frame,
-        [chart],
-        title="First divergences by kind",
-        row=row,
-        size=(480, max(60, 32 * frame[label].n_unique())),
+    order = frame["side"].unique(maintain_order=True).to_list()
+    bars = (
+        alt.Chart()
+        .mark_bar(stroke="white", strokeWidth=0.5)
+        .encode(
+            y=alt.Y("side:N", title=None, sort=order, axis=alt.Axis(labelLimit=360)),
+            x=alt.X("n:Q", title="pairs of answers", stack="zero", axis=alt.Axis(tickMinStep=1, format=",d")),
+            color=alt.Color(
+                "split_class:N",
+                title="first divergence",
+                sort=kinds,
+                scale=alt.Scale(domain=kinds, range=[palette.get(kind, "#cc79a7") for kind in kinds]),
+            ),
+            order=alt.Order("class_order:Q"),
+            tooltip=[
+                alt.Tooltip("arm:N", title="arm"),
+                alt.Tooltip("concurrency:Q", title="concurrency"),
+                alt.Tooltip("split_class:N", title="first divergence"),
+                alt.Tooltip("n:Q", title="pairs", format=",d"),
+            ],
+        )
     )
+    return _panels(frame, [bars], title=title, layout=_Layout(row=row), size=(480, max(60, 30 * len(order))))
 
 
-def pit_chart(frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = "arm") -> Chart:
-    """Histogram of the probability integral transform of sampled tokens: flat if they follow the target's law.
+def pit_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = "arm", row: str | None = None
+) -> Chart:
+    """Histogram of the probability integral transform of sampled tokens: flat if the target's law is kept.
 
     Parameters
     ----------
@@ -611,9 +682,11 @@ def pit_chart(frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | No
     """
     name = "pit_chart"
     fields = ("arm", "bin_low", "bin_high", "expected")
-    frame = _select(frame, name, None, fields, column, key=("arm", "bin_low"))
+    frame = _select(frame, name, None, fields, column, row, key=("arm", "bin_low"))
     if frame.is_empty():
-        return _empty(name, "Uniformity of sampled tokens", _why_empty(frame, None))
+        return _empty(
+            "Uniformity of sampled tokens", "the run holds no sampled token with its cumulative mass"
+        )
     domain = theme.arm_domain(frame["arm"].to_list(), arms=arms)
     x = alt.X(
         "bin_low:Q",
@@ -627,7 +700,9 @@ def pit_chart(frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | No
         y=alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=True, nice=True)),
         y2=alt.Y2Datum(0),
         color=_colour(domain, frame, legend=column != "arm"),
-        tooltip=_tips(frame, ["arm", "bin_low", "bin_high"], value_format=".4f", extra=(("expected", ".4f"),)),
+        tooltip=_tips(
+            frame, ["arm", "bin_low", "bin_high"], value_format=".4f", extra=(("expected", ".4f"),)
+        ),
     )
     band = base.mark_rect(opacity=0.22, color=theme.INK).encode(y=alt.Y("low:Q", title=y_title), y2="high:Q")
     line = base.mark_rule(color=theme.INK, strokeDash=[4, 3]).encode(y=alt.Y("expected:Q", title=y_title))
@@ -636,7 +711,7 @@ def pit_chart(frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | No
         [bars, band, line],
         title="Uniformity of sampled tokens (grey band: a uniform law)",
         notes=_notes(frame, ["arm"]),
-        column=column,
+        layout=_Layout(arms=arms, column=column, row=row),
     )
 
 
@@ -657,14 +732,16 @@ def verdict_overview_chart(frame: pl.DataFrame) -> Chart:
     _check(frame, name, ["arm", "claim", "verdict"])
     _refuse_shared_points(frame, name, ["arm", "claim"])
     if frame.is_empty():
-        return _empty(name, "Claims by arm", "no claim was judged")
+        return _empty("Claims by arm", "no claim was judged")
     frame = frame.with_columns(
         pl.col("verdict").map_elements(theme.verdict_tone, return_dtype=pl.String).alias("tone")
     )
     claims = frame["claim"].unique(maintain_order=True).to_list()
     arms = frame["arm"].unique(maintain_order=True).to_list()
     base = alt.Chart().encode(
-        x=alt.X("claim:N", title=None, sort=claims, axis=alt.Axis(orient="top", labelAngle=0, labelLimit=180)),
+        x=alt.X(
+            "claim:N", title=None, sort=claims, axis=alt.Axis(orient="top", labelAngle=0, labelLimit=180)
+        ),
         y=alt.Y("arm:N", title=None, sort=arms),
         tooltip=[alt.Tooltip("arm:N"), alt.Tooltip("claim:N"), alt.Tooltip("verdict:N")],
     )
@@ -680,97 +757,58 @@ def verdict_overview_chart(frame: pl.DataFrame) -> Chart:
         frame,
         [tiles, words],
         title="Claims by arm",
+        layout=_Layout(),
         size=(max(200, 190 * len(claims)), 46 * len(arms)),
     )
 
 
-# ---------------------------------------------------------------- shared parts
+# Shared parts
 
 
 def _by_position(
-    frame: pl.DataFrame,
-    *,
-    name: str,
-    metric: str,
-    title: str,
-    y_title: str,
-    arms: Sequence[str],
-    column: str | None,
-    row: str | None,
+    frame: pl.DataFrame, *, name: str, metric: str, look: tuple[str, str], layout: _Layout
 ) -> Chart:
-    frame = _select(frame, name, metric, ("arm", "position"), column, row)
+    frame = _select(frame, name, metric, ("arm", "position"), *layout.panels)
     return _curves(
         frame,
-        name=name,
-        title=title,
         x=alt.X("position:O", title=theme.COLUMN_TITLES["position"], axis=alt.Axis(labelAngle=0)),
         x_field="position",
-        y_title=y_title,
-        scale=alt.Scale(domain=[0, 1]),
-        value_format=".3f",
-        arms=arms,
-        column=column,
-        row=row,
+        look=_Look(title=look[0], value_title=look[1], scale=alt.Scale(domain=[0, 1]), value_format=".3f"),
+        layout=layout,
     )
 
 
 def _curves(
-    frame: pl.DataFrame,
-    *,
-    name: str,
-    title: str,
-    x: alt.X,
-    x_field: str,
-    y_title: str,
-    scale: alt.Scale,
-    value_format: str,
-    arms: Sequence[str],
-    column: str | None,
-    row: str | None,
-    rule_at: float | None = None,
-    label_expression: str | None = None,
-    details: Sequence[str] = (),
+    frame: pl.DataFrame, *, x: alt.X, x_field: str, look: _Look, layout: _Layout, details: Sequence[str] = ()
 ) -> Chart:
     """Points joined by lines, one an arm, with intervals as vertical rules."""
     if frame.is_empty():
-        return _empty(name, title, _why_empty(frame, None))
-    groups = [field for field in (column, row) if field]
-    keys = ["arm", x_field, *groups]
-    domain = theme.arm_domain(frame["arm"].to_list(), arms=arms)
-    axis = alt.Axis(labelExpr=label_expression) if label_expression else alt.Axis()
-    y = alt.Y("value:Q", title=y_title, scale=scale, axis=axis)
+        return _empty(look.title)
+    keys = ["arm", x_field, *layout.panels]
+    domain = theme.arm_domain(frame["arm"].to_list(), arms=layout.arms)
+    axis = look.axis or alt.Axis()
+    y = alt.Y("value:Q", title=look.value_title, scale=look.scale, axis=axis)
     base = alt.Chart().encode(x=x, color=_colour(domain, frame))
     interval = base.mark_rule(strokeWidth=2, strokeOpacity=0.55).encode(
-        y=alt.Y("low:Q", title=y_title, scale=scale, axis=axis), y2="high:Q"
+        y=alt.Y("low:Q", title=look.value_title, scale=look.scale, axis=axis), y2="high:Q"
     )
-    line = base.mark_line().encode(y=y)
-    tips = _tips(frame, [*keys, *details], value_format=value_format)
-    points = base.mark_point(filled=True, size=60).encode(y=y, shape=_shape(domain, frame), tooltip=tips)
-    layers: list[alt.Chart] = [] if rule_at is None else [_rule(rule_at)]
-    layers += [line, interval, points, *_gaps(frame, base, keys, at=_size(frame, column, row)[1] - 8)]
-    return _panels(frame, layers, title=title, notes=_notes(frame, keys), column=column, row=row)
+    points = base.mark_point(filled=True, size=60).encode(
+        y=y,
+        shape=_shape(domain, frame),
+        tooltip=_tips(frame, [*keys, *details], value_format=look.value_format),
+    )
+    layers: list[alt.Chart] = [] if look.rule_at is None else [_rule(look.rule_at)]
+    layers += [base.mark_line().encode(y=y), interval, points]
+    layers += _gaps(frame, base, keys, at=_size(frame, layout)[1] - 8)
+    return _panels(frame, layers, title=look.title, notes=_notes(frame, keys), layout=layout)
 
 
-def _dots(
-    frame: pl.DataFrame,
-    *,
-    name: str,
-    title: str,
-    label: str,
-    x_title: str,
-    scale: alt.Scale,
-    rule_at: float | None,
-    value_format: str,
-    arms: Sequence[str],
-    column: str | None = None,
-    row: str | None = None,
-) -> Chart:
+def _dots(frame: pl.DataFrame, *, label: str, look: _Look, layout: _Layout) -> Chart:
     """One row a label, one dot an arm, intervals as horizontal rules."""
     if frame.is_empty():
-        return _empty(name, title, _why_empty(frame, None))
-    groups = [field for field in (column, row) if field]
-    keys = ["arm", label, *groups]
-    domain = theme.arm_domain(frame["arm"].to_list(), arms=arms)
+        return _empty(look.title)
+    keys = ["arm", label, *layout.panels]
+    domain = theme.arm_domain(frame["arm"].to_list(), arms=layout.arms)
     present = [arm for arm in domain if arm in set(frame["arm"].to_list())]
     labels = frame[label].unique(maintain_order=True).to_list()
     base = alt.Chart().encode(
@@ -783,24 +821,20 @@ def _dots(
         yOffset=alt.YOffset("arm:N", sort=present),
         color=_colour(domain, frame),
     )
-    x = alt.X("value:Q", title=x_title, scale=scale)
     interval = base.mark_rule(strokeWidth=2, strokeOpacity=0.55).encode(
-        x=alt.X("low:Q", title=x_title, scale=scale), x2="high:Q"
+        x=alt.X("low:Q", title=look.value_title, scale=look.scale), x2="high:Q"
     )
     points = base.mark_point(filled=True, size=60).encode(
-        x=x, shape=_shape(domain, frame), tooltip=_tips(frame, keys, value_format=value_format)
+        x=alt.X("value:Q", title=look.value_title, scale=look.scale),
+        shape=_shape(domain, frame),
+        tooltip=_tips(frame, keys, value_format=look.value_format),
     )
-    layers: list[alt.Chart] = [] if rule_at is None else [_rule(rule_at, vertical=True)]
+    layers: list[alt.Chart] = [] if look.rule_at is None else [_rule(look.rule_at, vertical=True)]
     layers += [interval, points, *_gaps(frame, base, keys, along="x", at=14)]
     height = max(80, len(labels) * (16 + 14 * len(present)))
+    width = 480 if layout.column is None or frame[layout.column].n_unique() == 1 else 230
     return _panels(
-        frame,
-        layers,
-        title=title,
-        notes=_notes(frame, keys),
-        column=column,
-        row=row,
-        size=(480 if column is None else 230, height),
+        frame, layers, title=look.title, notes=_notes(frame, keys), layout=layout, size=(width, height)
     )
 
 
@@ -809,41 +843,43 @@ def _panels(
     layers: Sequence[alt.Chart],
     *,
     title: str,
+    layout: _Layout,
     notes: Sequence[str] = (),
-    column: str | None = None,
-    row: str | None = None,
     size: tuple[int, int] | None = None,
-    column_order: Sequence[str] = (),
 ) -> Chart:
+    """Layers with data, title and notes, laid out in panels."""
     heading = alt.TitleParams(text=title, subtitle=list(notes)) if notes else alt.TitleParams(text=title)
-    width, height = size or _size(frame, column, row)
+    width, height = size or _size(frame, layout)
     layered = alt.layer(*layers).properties(width=width, height=height)
     described = f"{title}. {' '.join(notes)}".strip()
-    if column is None and row is None:
-        return layered.properties(data=frame, title=heading, description=described)
+    if not layout.panels:
+        single: alt.LayerChart = layered.properties(data=frame, title=heading, description=described)
+        return single
     facets: dict[str, Any] = {}
-    if column:
-        found = frame[column].unique(maintain_order=True).to_list()
-        facets["column"] = alt.Column(
-            f"{column}:N", title=theme.column_title(column), sort=list(column_order) or _order(column, found)
+    for channel, field in ((alt.Column, layout.column), (alt.Row, layout.row)):
+        if field is None:
+            continue
+        found = frame[field].unique(maintain_order=True).to_list()
+        order = [arm for arm in theme.arm_domain(found, arms=layout.arms) if arm in found]
+        facets[channel._encoding_name] = channel(
+            f"{field}:N",
+            title=theme.column_title(field),
+            sort=order if field == "arm" else _order(field, found),
+            header=alt.Header(labelOrient="top" if channel is alt.Column else "left"),
         )
-    if row:
-        facets["row"] = alt.Row(
-            f"{row}:N",
-            title=theme.column_title(row),
-            sort=_order(row, frame[row].unique(maintain_order=True).to_list()),
-            header=alt.Header(labelOrient="left"),
-        )
-    return layered.facet(**facets, data=frame).properties(title=heading, description=described)
+    faceted: alt.FacetChart = layered.facet(**facets, data=frame)
+    described_chart: alt.FacetChart = faceted.properties(title=heading, description=described)
+    return described_chart
 
 
-def _size(frame: pl.DataFrame, column: str | None, row: str | None) -> tuple[int, int]:
+def _size(frame: pl.DataFrame, layout: _Layout) -> tuple[int, int]:
     """Width and height in pixels of one panel: three panels fit a page."""
-    width, height = {1: (560, 280), 2: (330, 240)}.get(frame[column].n_unique() if column else 1, (235, 215))
-    return width, min(height, 200) if row and frame[row].n_unique() > 1 else height
+    num_columns = frame[layout.column].n_unique() if layout.column else 1
+    width, height = {1: (560, 280), 2: (330, 240)}.get(num_columns, (235, 215))
+    return width, min(height, 200) if layout.row and frame[layout.row].n_unique() > 1 else height
 
 
-def _empty(name: str, title: str, reason: str) -> Chart:
+def _empty(title: str, reason: str = "the run holds no rows for this question") -> Chart:
     """A chart that says in words why there is nothing to draw."""
     lines = textwrap.wrap(f"Nothing to draw: {reason}.", 70)
     data = pl.DataFrame({"text": ["\n".join(lines)]})
@@ -851,14 +887,10 @@ def _empty(name: str, title: str, reason: str) -> Chart:
         alt.Chart(data, title=alt.TitleParams(text=title))
         .mark_text(align="left", baseline="middle", fontSize=13, color=theme.MUTED, lineBreak="\n")
         .encode(text="text:N", x=alt.value(8), y=alt.value(20 + 8 * len(lines)))
-        .properties(width=560, height=40 + 16 * len(lines), description=f"{title}. Nothing to draw: {reason}.", name=name)
+        .properties(
+            width=560, height=40 + 16 * len(lines), description=f"{title}. Nothing to draw: {reason}."
+        )
     )
-
-
-def _why_empty(frame: pl.DataFrame, metric: str | None) -> str:
-    if metric is not None:
-        return f"the frame has no row of metric '{metric}'"
-    return "the run holds no row for this question"
 
 
 def _select(
@@ -878,22 +910,22 @@ def _select(
     points = list(dict.fromkeys([*(key or fields), *groups]))
     _refuse_shared_points(frame, name, points)
     if frame.height > MAX_ROWS:
-        raise ValueError(
-            f"{name}: {frame.height} rows; a chart takes at most {MAX_ROWS}: aggregate first (bins or quantiles)"
-        )
-    extras = [field for field in (*_EXTRAS, "control") if field in frame.columns]
+        raise ValueError(f"{name}: {frame.height} rows; a chart takes {MAX_ROWS} at most: aggregate first")
+    extras = [field for field in _EXTRAS if field in frame.columns]
     return frame.select([*needed, *extras])
 
 
-def _check(
-    frame: pl.DataFrame, name: str, needed: Sequence[str], *, numbers: Sequence[str] = ()
-) -> None:
+def _check(frame: pl.DataFrame, name: str, needed: Sequence[str], *, numbers: Sequence[str] = ()) -> None:
     for field in needed:
         if field not in frame.columns:
-            raise ValueError(f"{name}: column '{field}' is missing; the frame has {', '.join(frame.columns) or 'none'}")
+            raise ValueError(
+                f"{name}: column '{field}' is missing; the frame has {', '.join(frame.columns) or 'none'}"
+            )
     for field in numbers:
         if frame.schema[field].is_float() and not frame[field].is_finite().all():
-            raise ValueError(f"{name}: column '{field}' holds NaN or infinity; undefined is null with a reason")
+            raise ValueError(
+                f"{name}: column '{field}' holds NaN or infinity; undefined is null with a reason"
+            )
 
 
 def _refuse_shared_points(frame: pl.DataFrame, name: str, points: Sequence[str]) -> None:
@@ -901,7 +933,9 @@ def _refuse_shared_points(frame: pl.DataFrame, name: str, points: Sequence[str])
     if shared.is_empty():
         return
     first = shared.select(points).row(0, named=True)
-    group = shared.filter(pl.all_horizontal(pl.col(field).eq_missing(value) for field, value in first.items()))
+    group = shared.filter(
+        pl.all_horizontal(pl.col(field).eq_missing(value) for field, value in first.items())
+    )
     told_apart = [
         field
         for field in group.columns
@@ -913,7 +947,7 @@ def _refuse_shared_points(frame: pl.DataFrame, name: str, points: Sequence[str])
 
 
 def _notes(frame: pl.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Why points or intervals are missing, for the subtitle: at most `MAX_NOTES` lines and a count of the rest."""
+    """Why points or intervals are missing, for the subtitle: `MAX_NOTES` reasons and a count of the rest."""
     if "reason" not in frame.columns:
         gone = frame.filter(pl.col("value").is_null()).height
         return [f"Not shown: {gone} {'point' if gone == 1 else 'points'} without a value."] if gone else []
@@ -936,12 +970,16 @@ def _notes(frame: pl.DataFrame, keys: Sequence[str]) -> list[str]:
     return [line for note in shown for line in textwrap.wrap(note, 100)]
 
 
-def _gaps(frame: pl.DataFrame, base: alt.Chart, keys: Sequence[str], *, at: float, along: str = "y") -> list[alt.Chart]:
+def _gaps(
+    frame: pl.DataFrame, base: alt.Chart, keys: Sequence[str], *, at: float, along: str = "y"
+) -> list[alt.Chart]:
     """`n/a` at pixel `at` of the panel where a value is null; empty when none is."""
     if frame["value"].null_count() == 0:
         return []
     tips = [alt.Tooltip(f"{key}:N", title=theme.column_title(key)) for key in keys if key in frame.columns]
-    tips += [alt.Tooltip("reason:N", title=theme.COLUMN_TITLES["reason"])] if "reason" in frame.columns else []
+    tips += (
+        [alt.Tooltip("reason:N", title=theme.COLUMN_TITLES["reason"])] if "reason" in frame.columns else []
+    )
     text = base.transform_filter("datum.value === null").mark_text(text="n/a", fontSize=11, fontWeight="bold")
     placed = text.encode(x=alt.value(at)) if along == "x" else text.encode(y=alt.value(at))
     return [placed.encode(tooltip=tips)]
@@ -950,7 +988,10 @@ def _gaps(frame: pl.DataFrame, base: alt.Chart, keys: Sequence[str], *, at: floa
 def _tips(
     frame: pl.DataFrame, keys: Sequence[str], *, value_format: str, extra: Sequence[tuple[str, str]] = ()
 ) -> list[alt.Tooltip]:
-    tips = [alt.Tooltip(f"{key}:{_kind(frame, key)}", title=theme.column_title(key)) for key in dict.fromkeys(keys)]
+    tips = [
+        alt.Tooltip(f"{key}:{_kind(frame, key)}", title=theme.column_title(key))
+        for key in dict.fromkeys(keys)
+    ]
     tips.append(alt.Tooltip("value:Q", title="value", format=value_format))
     for field in ("low", "high"):
         if field in frame.columns:
@@ -960,7 +1001,9 @@ def _tips(
     for field in _EXTRAS:
         if field in frame.columns:
             tips.append(alt.Tooltip(f"{field}:{_kind(frame, field)}", title=theme.COLUMN_TITLES[field]))
-    tips += [alt.Tooltip(f"{field}:Q", title=theme.column_title(field), format=shape) for field, shape in extra]
+    tips += [
+        alt.Tooltip(f"{field}:Q", title=theme.column_title(field), format=shape) for field, shape in extra
+    ]
     return tips
 
 
@@ -992,7 +1035,8 @@ def _shape(domain: Sequence[str], frame: pl.DataFrame) -> alt.Shape:
 
 def _rule(at: float, *, vertical: bool = False) -> alt.Chart:
     rule = alt.Chart().mark_rule(color=theme.INK, strokeDash=[6, 4], strokeWidth=1.2)
-    return rule.encode(x=alt.XDatum(at)) if vertical else rule.encode(y=alt.YDatum(at))
+    placed: alt.Chart = rule.encode(x=alt.XDatum(at)) if vertical else rule.encode(y=alt.YDatum(at))
+    return placed
 
 
 def _log2_concurrency(frame: pl.DataFrame) -> alt.X:

@@ -1,10 +1,10 @@
 """Plans: what a run measures, validated before anything is spent.
 
 A plan is YAML (design: target, engine, arms, workload, sampling, load, repeats).
-Validation is strict: unknown keys are refused with the nearest known key, and every
-fault is one line `FILE:LINE: key: what is wrong`. Knows nothing of engines beyond
-their names; imports no torch, so that `specnb doctor` and the analysis can read plans
-anywhere.
+Validation is strict: unknown keys are refused with the nearest known key, "3" and 3.0 are
+not 3, and every fault is one line `FILE:LINE: key: what is wrong`. Knows nothing of
+engines beyond their names; imports no torch, so that `specnb doctor` and the analysis can
+read plans anywhere.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from specnb.errors import PlanError
 
@@ -26,7 +28,14 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_\-]{0,6
 Tier = Literal["low", "medium", "high", "unlabelled"]
 Length = Literal["short", "medium", "long", "unlabelled"]
 
+Concurrency = Annotated[int, Field(ge=1, le=4096)]
+
 DEMO_TARGET = "demo"
+
+# Limits on what a plan file may hold, so that aliases can't blow it up and every number fits a table.
+_MAX_NODES = 20_000
+_MAX_DEPTH = 40
+_LARGEST_INTEGER = 2**63 - 1
 
 
 class _Strict(BaseModel):
@@ -51,7 +60,7 @@ class Engine(_Strict):
     kind: Literal["transformers", "vllm", "openai", "simulated"]
     endpoint: Literal["chat", "completions"] = "chat"
     args: dict[str, Any] = Field(default_factory=dict)
-    device: str = "auto"
+    device: str = Field(default="auto", min_length=1)
     num_threads: int | None = Field(default=None, ge=1)
 
 
@@ -69,10 +78,15 @@ class Speculative(BaseModel):
     prompt_lookup_min: int | None = Field(default=None, ge=1, le=32)
 
     @model_validator(mode="after")
-    def _lookup_order(self) -> Self:
+    def _consistent(self) -> Self:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
-            raise ValueError(f"prompt_lookup_min {low} is above prompt_lookup_max {high}")
+            raise _contradiction(f"{low} is above prompt_lookup_max ({high}); swap them", "prompt_lookup_min")
+        # Keys of the engine's own are let through, so a typing error in ours would be lost on the way.
+        for key in self.model_extra or {}:
+            close = difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85)
+            if close:
+                raise _contradiction(f"unknown key; did you mean '{close[0]}'?", key)
         return self
 
 
@@ -118,7 +132,7 @@ class Sampling(_Strict):
     max_tokens: int = Field(ge=1)
     seed: int = Field(default=0, ge=0)
     ignore_eos: bool = False
-    concurrency: tuple[int, ...] | None = None
+    concurrency: tuple[Concurrency, ...] | None = Field(default=None, min_length=1)
     repeats: int | None = Field(default=None, ge=1)
 
 
@@ -126,7 +140,7 @@ class Load(_Strict):
     """How requests arrive: `closed` keeps `concurrency` requests in flight."""
 
     mode: Literal["closed"] = "closed"
-    concurrency: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(min_length=1)
+    concurrency: tuple[Concurrency, ...] = Field(min_length=1)
     warmup_requests: int = Field(default=2, ge=0)
 
 
@@ -164,43 +178,67 @@ class Plan(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _refuse_duplicates("arms", [arm.name for arm in self.arms])
-        _refuse_duplicates("sampling", [setting.name for setting in self.sampling])
-        for key, values in (
-            ("load.concurrency", self.load.concurrency),
-            ("workload.tiers", self.workload.tiers),
-            ("workload.lengths", self.workload.lengths),
-        ):
-            _refuse_duplicates(key, [str(value) for value in values])
-        baselines = [arm.name for arm in self.arms if arm.speculative is None]
-        if len(baselines) != 1:
-            found = ", ".join(baselines) or "none"
-            raise ValueError(f"arms: exactly one arm has no 'speculative' (the baseline); found {found}")
-        different = [arm.name for arm in self.arms if arm.args]
-        if different and not self.allow_differences:
-            raise ValueError(
-                f"arms: {', '.join(different)} differs in more than 'speculative' (args); "
-                "move it to engine.args or say allow_differences: true"
-            )
-        for arm in self.arms:
-            method = arm.speculative.rejection_sample_method if arm.speculative else None
-            if method in ("synthetic", "fly") and not self.modelled:
-                raise ValueError(
-                    f"arms: {arm.name} uses {method} acceptance, whose text is not the target's; "
-                    "say modelled: true or use standard"
-                )
-        for setting in self.sampling:
-            extra = set(setting.concurrency or ()) - set(self.load.concurrency)
+        _refuse_duplicates([arm.name for arm in self.arms], "arms", inner="name")
+        _refuse_duplicates([setting.name for setting in self.sampling], "sampling", inner="name")
+        _refuse_duplicates(self.load.concurrency, "load", "concurrency")
+        _refuse_duplicates(self.workload.tiers, "workload", "tiers")
+        _refuse_duplicates(self.workload.lengths, "workload", "lengths")
+        self._check_arms()
+        for number, setting in enumerate(self.sampling):
+            place = ("sampling", number)
+            _refuse_duplicates(setting.concurrency or (), *place, "concurrency")
+            extra = sorted(set(setting.concurrency or ()) - set(self.load.concurrency))
             if extra:
-                raise ValueError(
-                    f"sampling: {setting.name} asks for concurrency {sorted(extra)} "
-                    f"outside load.concurrency {sorted(self.load.concurrency)}"
+                raise _contradiction(
+                    f"{extra[0]} is not in load.concurrency ({_listed(self.load.concurrency)}); add it there",
+                    *place,
+                    "concurrency",
                 )
             if setting.repeats is not None and setting.repeats > self.repeats:
-                raise ValueError(
-                    f"sampling: {setting.name} wants {setting.repeats} repeats; the plan has {self.repeats}"
+                raise _contradiction(
+                    f"{setting.repeats} is more than the plan's repeats ({self.repeats}); raise those",
+                    *place,
+                    "repeats",
                 )
         return self
+
+    def _check_arms(self) -> None:
+        baselines = [arm.name for arm in self.arms if arm.speculative is None]
+        if len(baselines) != 1:
+            found = _listed(baselines) or "none"
+            raise _contradiction(
+                f"exactly one arm has no 'speculative', the baseline; found {found}; "
+                + ("keep one" if baselines else "add {name: baseline}"),
+                "arms",
+            )
+        for number, arm in enumerate(self.arms):
+            place = ("arms", number)
+            if self.engine.kind == "transformers" and arm.args:
+                raise _contradiction("the in-process engine takes no args; remove them", *place, "args")
+            if arm.args and not self.allow_differences:
+                raise _contradiction(
+                    f"{arm.name} differs in more than 'speculative'; move this to engine.args "
+                    "or say allow_differences: true",
+                    *place,
+                    "args",
+                )
+            if arm.url is not None and self.engine.kind != "openai":
+                raise _contradiction(
+                    f"only engine.kind openai takes a url, not {self.engine.kind}; remove it", *place, "url"
+                )
+            if arm.url is None and self.engine.kind == "openai":
+                raise _contradiction("engine.kind openai needs a url for each arm; add it", *place, "url")
+            method = arm.speculative.rejection_sample_method if arm.speculative else None
+            if method in ("synthetic", "fly") and not self.modelled:
+                raise _contradiction(
+                    f"with {method} acceptance the text is not the target's; use standard "
+                    "or say modelled: true",
+                    *place,
+                    "speculative",
+                    "rejection_sample_method",
+                )
+        if self.engine.kind == "transformers" and self.engine.args:
+            raise _contradiction("the in-process engine takes no args; remove them", "engine", "args")
 
     @property
     def baseline(self) -> Arm:
@@ -277,47 +315,142 @@ def read_plan(path: Path | str) -> Plan:
         nearest known one is named), wrong type or range, a contradiction.
     """
     path = Path(path)
+    node, content = _parsed(path)
+    return _resolve_paths(_validated(content, source=str(path), node=node), path.parent)
+
+
+def plan_from_dict(content: dict[str, Any], *, source: str = "plan") -> Plan:
+    """The plan in a dict (a manifest's copy, a test); errors as in `read_plan`, without lines."""
+    return _validated(content, source=source, node=None)
+
+
+def _parsed(path: Path) -> tuple[yaml.Node, dict[str, Any]]:
+    """A plan file's node tree and content, which is plain: what JSON can hold, keys unique."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise PlanError(
             f"{path}: can't read the plan ({error.strerror}); give the path of a YAML file"
         ) from error
     except UnicodeDecodeError as error:
         raise PlanError(f"{path}: not UTF-8 text (byte {error.start}); save the plan as UTF-8") from error
+    except ValueError as error:  # a NUL in the path
+        raise PlanError(f"{str(path)!r}: not a path ({error}); give the path of a YAML file") from error
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if isinstance(node, yaml.MappingNode):
+            _refuse_unplain(path, node)
         content = yaml.safe_load(text)
+    except RecursionError as error:
+        raise PlanError(f"{path}: nested too deeply; a plan has {_MAX_DEPTH} levels at most") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise PlanError(
+            f"{path}:{line}: character #x{ord(text[error.position]):02x} is not text; remove it"
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if "'\\t'" in problem:
+            problem = "a tab; indent with spaces"
+        elif problem == "but found another document":
+            problem = "a second document; keep one"
         raise PlanError(f"{path}{line}: not valid YAML ({problem})") from error
-    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, yaml.MappingNode) or not isinstance(content, dict):
         raise PlanError(
             f"{path}: a plan is a mapping of keys (name, target, engine, arms, ...), not {_kind(content)}"
         )
-    for key, line in _duplicate_keys(node):
-        raise PlanError(f"{path}:{line}: key '{key}' is given twice; keep one")
-    try:
-        plan = Plan.model_validate(content)
-    except ValidationError as error:
-        raise PlanError(_first_problem(path, node, content, error)) from error
-    return _resolve_paths(plan, path.parent)
+    return node, content
 
 
-def plan_from_dict(content: dict[str, Any], *, source: str = "plan") -> Plan:
-    """The plan in a dict (a manifest's copy, a test); errors as in `read_plan`, without lines."""
+def _refuse_unplain(path: Path, root: yaml.Node) -> None:
+    """Refuses what a plan can't hold: duplicate keys, keys that aren't text, dates, huge numbers, loops."""
+    pending: list[tuple[yaml.Node, int]] = [(root, 0)]
+    num_nodes = 0
+    while pending:
+        node, depth = pending.pop()
+        num_nodes += 1
+        place = f"{path}:{node.start_mark.line + 1}"
+        if depth > _MAX_DEPTH:
+            raise PlanError(
+                f"{place}: nested too deeply, or an alias of itself; a plan has {_MAX_DEPTH} levels at most"
+            )
+        if num_nodes > _MAX_NODES:
+            raise PlanError(
+                f"{place}: more than {_MAX_NODES} values with aliases written out; shorten the plan"
+            )
+        if isinstance(node, yaml.MappingNode):
+            _refuse_bad_keys(path, node)
+            pending += [(value, depth + 1) for _, value in reversed(node.value)]
+        elif isinstance(node, yaml.SequenceNode):
+            pending += [(value, depth + 1) for value in reversed(node.value)]
+        problem = _unplain(node)
+        if problem:
+            raise PlanError(f"{place}: {problem}")
+
+
+def _refuse_bad_keys(path: Path, node: yaml.MappingNode) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        place = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode) or key.tag.rpartition(":")[2] not in ("str", "merge"):
+            shown = f" {key.value}" if isinstance(key, yaml.ScalarNode) else ""
+            raise PlanError(f"{place}: key{shown} is not text; put it in quotes")
+        if key.value in seen:
+            raise PlanError(f"{place}: key {key.value!r} is given twice; keep one")
+        seen.add(key.value)
+
+
+def _unplain(node: yaml.Node) -> str | None:
+    """What is wrong with one node; None if JSON could hold it."""
+    prefix, _, kind = node.tag.rpartition(":")
+    if prefix != "tag:yaml.org,2002" or kind not in ("str", "int", "float", "bool", "null", "seq", "map"):
+        shown = f" {node.value}" if kind == "timestamp" else ""
+        name = "date" if kind == "timestamp" else f"YAML tag {kind}"
+        return f"a {name}{shown}, which a plan can't hold; write text in quotes"
+    if kind == "str" and "\0" in node.value:
+        return "a NUL character; remove it"
+    if kind == "str" and any("\ud800" <= char <= "\udfff" for char in node.value):
+        return "a lone surrogate (\\ud800 to \\udfff); write the whole character"
+    if kind == "int" and (len(node.value) > 80 or abs(_number(node)) > _LARGEST_INTEGER):
+        return f"number {_short(node.value)} is out of range; the largest is 2**63 - 1"
+    if kind == "float" and not math.isfinite(_number(node)):
+        return f"{node.value} is not a finite number; write a number"
+    return None
+
+
+def _number(node: yaml.Node) -> float:
     try:
-        return Plan.model_validate(content)
+        value = yaml.SafeLoader("").construct_object(node)
+    except ValueError:
+        return math.nan
+    return value if isinstance(value, (int, float)) else math.nan
+
+
+def _validated(content: dict[str, Any], *, source: str, node: yaml.Node | None) -> Plan:
+    try:
+        # Through JSON, so that strictness is about types in the file and lists can become tuples.
+        text = json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PlanError(
+            f"{source}: holds a value that JSON can't hold ({error}); use plain values"
+        ) from error
+    try:
+        return Plan.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise PlanError(_first_problem(Path(source), None, content, error)) from error
+        raise PlanError(_first_problem(source, node, error)) from error
 
 
 def _resolve_paths(plan: Plan, folder: Path) -> Plan:
     def resolve(value: str) -> str:
-        candidate = folder / value
-        return str(candidate.resolve()) if candidate.exists() and not Path(value).is_absolute() else value
+        if Path(value).is_absolute():
+            return value
+        try:
+            found = (folder / value).exists()
+        except (OSError, ValueError):  # too long for a path, or a NUL in it: no path
+            found = False
+        return str((folder / value).resolve()) if found else value
 
     update: dict[str, Any] = {}
     if plan.workload.set not in ("builtin-en", "builtin-zh"):
@@ -337,33 +470,36 @@ def _resolve_paths(plan: Plan, folder: Path) -> Plan:
     return plan.model_copy(update=update)
 
 
-def _refuse_duplicates(key: str, values: Sequence[str]) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            raise ValueError(f"{key}: '{value}' is given twice; keep one")
+def _contradiction(message: str, *location: int | str) -> PydanticCustomError:
+    """A fault that a validator found at `location`, seen from the validated model."""
+    return PydanticCustomError("contradiction", "{message}", {"message": message, "location": location})
+
+
+def _refuse_duplicates(values: Sequence[object], *location: int | str, inner: str | None = None) -> None:
+    for number, value in enumerate(values):
+        if value in values[:number]:
+            place = (*location, number, inner) if inner else (*location, number)
+            raise _contradiction(f"{value!r} is given twice; keep one", *place)
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(str(value) for value in values)
 
 
 def _kind(value: object) -> str:
-    return {"NoneType": "an empty file", "list": "a list", "str": "a text"}.get(
-        type(value).__name__, "a number"
-    )
-
-
-def _duplicate_keys(node: yaml.Node) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                yield key.value, key.start_mark.line + 1
-            seen.add(key.value)
-            yield from _duplicate_keys(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            yield from _duplicate_keys(value)
+    return {
+        "NoneType": "an empty file",
+        "list": "a list",
+        "str": "a text",
+        "bool": "true or false",
+        "date": "a date",
+        "datetime": "a date",
+    }.get(type(value).__name__, "a number")
 
 
 def _line_of(node: yaml.Node | None, location: Sequence[int | str]) -> int | None:
-    line = None
+    """Line of the deepest part of `location` that the file holds; the first line for the whole plan."""
+    line = node.start_mark.line + 1 if node else None
     for part in location:
         if isinstance(node, yaml.MappingNode):
             found = [(key, value) for key, value in node.value if key.value == part]
@@ -379,6 +515,7 @@ def _line_of(node: yaml.Node | None, location: Sequence[int | str]) -> int | Non
 
 
 def _known_keys(location: Sequence[int | str]) -> list[str]:
+    """Keys of the mapping at `location`; empty where the plan leaves them to the engine."""
     model: Any = Plan
     for part in location:
         if isinstance(part, int):
@@ -401,26 +538,92 @@ def _model_of(annotation: Any) -> Any:
     return None
 
 
-def _first_problem(path: Path, node: yaml.Node | None, content: Any, error: ValidationError) -> str:
-    problem = error.errors()[0]
+def _dotted(location: Sequence[int | str]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_NAME_RULE = "must be 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit"
+
+
+def _first_problem(source: str, node: yaml.Node | None, error: ValidationError) -> str:
+    """The fault to mend first as one line: an unknown key explains a missing one, so it goes first."""
+    problems = error.errors()
+    problem = problems[0]
+    if problem["type"] == "missing":
+        parent = problem["loc"][:-1]
+        typos = [p for p in problems if p["type"] == "extra_forbidden" and p["loc"][:-1] == parent]
+        problem = typos[0] if typos else problem
     location = problem["loc"]
-    line = _line_of(node, location)
-    place = f"{path}:{line}" if line else str(path)
-    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    context = problem.get("ctx", {})
     kind = problem["type"]
+    if kind == "contradiction":
+        location = (*location, *context["location"])
+    line = _line_of(node, location)
+    place = f"{source}:{line}" if line else source
     if kind == "extra_forbidden":
-        parent = ".".join(str(part) for part in location[:-1] if not isinstance(part, int))
-        close = difflib.get_close_matches(str(location[-1]), _known_keys(location[:-1]), n=1, cutoff=0.5)
-        hint = (
-            f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(_known_keys(location[:-1]))}"
-        )
-        return f"{place}: unknown key '{location[-1]}'{f' in {parent}' if parent else ''}; {hint}"
+        return f"{place}: {_unknown_key(location)}"
     if kind == "missing":
-        return f"{place}: key '{dotted}' is missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:] if message.startswith("Input should") else message
-    value = problem.get("input")
-    shown = f", got {value!r}" if isinstance(value, (int, float, str, bool)) or value is None else ""
-    if not dotted:
-        return f"{place}: {message}"
-    return f"{place}: {dotted}: {message}{shown}"
+        return (
+            f"{place}: key '{_dotted(location)}' is missing; add it{_lookalike(location, problem['input'])}"
+        )
+    return f"{place}: {_dotted(location)}: {_explained(kind, context, problem)}"
+
+
+def _unknown_key(location: Sequence[int | str]) -> str:
+    known = _known_keys(location[:-1])
+    close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
+    parent = _dotted(location[:-1])
+    shown = _short(repr(location[-1]))
+    return f"unknown key {shown}{f' in {parent}' if parent else ''}; {hint}"
+
+
+def _lookalike(location: Sequence[int | str], given: Any) -> str:
+    """A key that may be the missing one misspelt, where unknown keys are let through."""
+    others = (
+        [key for key in given if key not in _known_keys(location[:-1])] if isinstance(given, dict) else []
+    )
+    close = difflib.get_close_matches(str(location[-1]), others, n=1, cutoff=0.6)
+    return f", or is '{close[0]}' meant for it?" if close else ""
+
+
+def _explained(kind: str, context: dict[str, Any], problem: Any) -> str:
+    """What is wrong with a value, in the plan's words, and the value."""
+    value = problem["input"]
+    rules = {
+        "greater_than": "must be above {gt:g}",
+        "greater_than_equal": "must be at least {ge:g}",
+        "less_than_equal": "must be at most {le:g}",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text, in quotes if need be",
+        "bool_type": "must be true or false",
+        "tuple_type": "must be a list, such as [1, 2]",
+        "dict_type": "must be a mapping of keys",
+        "model_type": "must be a mapping of keys",
+        "literal_error": "must be {expected}",
+        "string_pattern_mismatch": _NAME_RULE,
+    }
+    if kind == "contradiction":
+        return str(context["message"])
+    if kind in ("too_short", "string_too_short"):
+        return "is empty; give at least one" if kind == "too_short" else "is empty; give a text"
+    rule = rules[kind].format(**context) if kind in rules else str(problem["msg"])
+    if isinstance(value, (list, dict)):
+        return f"{rule}, not a {'list' if isinstance(value, list) else 'mapping'}"
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return f"{rule}, got {_short(shown)}{_as_number(value) if kind in ('int_type', 'float_type') else ''}"
+
+
+def _as_number(value: object) -> str:
+    """A hint where a number was written as text; YAML takes 1e-3 for text too."""
+    try:
+        return f"; write {float(value):g}" if isinstance(value, str) else ""
+    except ValueError:
+        return ""

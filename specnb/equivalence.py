@@ -95,8 +95,8 @@ class Outcome:
     """The judgement on one arm: one of `OUTCOMES`, and why.
 
     `num_prompts` counts the distinct prompts whose greedy answers were compared,
-    `num_mismatched` those among them that differ in text, `num_clear` those with a clear margin; `match` is the
-    exact-match rate of each prompt's first pair with its Wilson interval.
+    `num_mismatched` those among them that differ in text, `num_clear` those with a clear margin;
+    `match` is the exact-match rate of each prompt's first pair with its Wilson interval.
     """
 
     arm: str
@@ -254,7 +254,8 @@ def greedy_table(run: Run, *, level: float = 0.95) -> pl.DataFrame:
     -------
     polars.DataFrame
         Long: sampling, concurrency, arm, comparison (`ARM against BASELINE`, and the controls `ARM against
-        itself`, `BASELINE against itself`, `BASELINE against itself at the lowest concurrency`), control, metric `exact_match_rate`, value,
+        itself`, `BASELINE against itself`, `BASELINE against itself at the lowest concurrency`), control,
+        metric `exact_match_rate`, value,
         low, high, level, n and n_clusters (distinct prompts), num_mismatched, num_pairs,
         num_mismatched_pairs, p_value (Fisher's exact test against the baseline's control in the
         same setting and concurrency, two-sided), method, reason.
@@ -745,7 +746,8 @@ def not_comparable(run: Run, *, arm: str) -> tuple[str, ...]:
     shares = [_cached_share(frame) for frame in (left, right)]
     if shares[0] is not None and shares[1] is not None and abs(shares[0] - shares[1]) > 0.05:
         reasons.append(
-            f"the prefix cache served {shares[0]:.0%} of prompt tokens in {arm} and {shares[1]:.0%} in the baseline"
+            f"the prefix cache served {shares[0]:.0%} of prompt tokens in {arm} "
+            f"and {shares[1]:.0%} in the baseline"
         )
     return tuple(reasons)
 
@@ -887,7 +889,8 @@ def judge_equivalence(
             faults.append(
                 f"{num_clear} of {prompts} distinct prompts part from the baseline where the target is sure "
                 f"(largest margin {abs(worst['margin_nats']):.2f} nats, threshold {threshold:g}, prompt "
-                f"{worst['prompt_id']}, index {worst['index']}, concurrency {worst['concurrency']}): suspect a bug"
+                f"{worst['prompt_id']}, index {worst['index']}, concurrency {worst['concurrency']}): "
+                "suspect a bug"
             )
         if num_unknown:
             doubts.append(f"{num_unknown} of {prompts} distinct prompts differ at a margin that is not known")
@@ -913,9 +916,10 @@ def judge_equivalence(
     if corrupted.height:
         row = corrupted.row(0, named=True)
         faults.append(
-            f"corruption: {corrupted['prompt_id'].n_unique()} prompts end in a loop that the baseline does not have "
-            f"(repeated 4-grams {row['repeated_4gram_share']:.2f} against {row['reference_share']:.2f}) while the "
-            f"mean acceptance length falls to {row['acceptance_windows'][-1]:.2f} (request {row['request_id']})"
+            f"corruption: {corrupted['prompt_id'].n_unique()} prompts end in a loop that the baseline does "
+            f"not have (repeated 4-grams {row['repeated_4gram_share']:.2f} against {row['reference_share']:.2f}) "
+            f"while the mean acceptance length falls to {row['acceptance_windows'][-1]:.2f} "
+            f"(request {row['request_id']})"
         )
     faults += _quality_faults(run, arm, significance, not_measured)
     found_faults, found_doubts, found_notes = _sampled_findings(
@@ -938,8 +942,8 @@ def judge_equivalence(
         return outcome("inconclusive", doubts + notes, **facts)
     if mismatched:
         reason = (
-            f"{len(mismatched)} of {facts['num_prompts']} distinct prompts differ, all at a margin of at most "
-            f"{threshold:g} nats or where the baseline differs from itself"
+            f"{len(mismatched)} of {facts['num_prompts']} distinct prompts differ, all at a margin of at "
+            f"most {threshold:g} nats or where the baseline differs from itself"
         )
         return outcome("equivalent up to numerics", [reason, *notes], **facts)
     return outcome("equivalent", notes, **facts)
@@ -964,8 +968,8 @@ def _control_notes(
         p = fisher_p_value(row["num_mismatched"], row["n"], other["num_mismatched"], other["n"])
         if p < significance:
             notes.append(
-                f"excess mismatch at concurrency {row['concurrency']}: {row['num_mismatched']} of {row['n']} prompts "
-                f"against {other['num_mismatched']} of {other['n']} in the control (Fisher p {p:.2g})"
+                f"excess mismatch at concurrency {row['concurrency']}: {row['num_mismatched']} of {row['n']} "
+                f"prompts against {other['num_mismatched']} of {other['n']} in the control (Fisher p {p:.2g})"
             )
     return notes
 
@@ -994,7 +998,8 @@ def _quality_faults(run: Run, arm: str, significance: float, not_measured: list[
     return [
         f"scores fall under {row['sampling']} at concurrency {row['concurrency']}: "
         f"{row['num_arm_right']} of {row['n']} right against {row['num_baseline_right']} "
-        f"(discordant {row['num_only_baseline_right']}:{row['num_only_arm_right']}, McNemar p {row['p_value']:.2g})"
+        f"(discordant {row['num_only_baseline_right']}:{row['num_only_arm_right']}, "
+        f"McNemar p {row['p_value']:.2g})"
         for row in table.iter_rows(named=True)
         if row["p_holm"] < significance and row["num_only_baseline_right"] > row["num_only_arm_right"]
     ]
@@ -1030,8 +1035,9 @@ def _sampled_findings(
         if row["p_holm"] >= significance:
             continue
         text = (
-            f"sampled answers under {row['sampling']} fail the {row['test']} test (statistic {row['statistic']:.3g}, "
-            f"p {row['p_holm']:.2g} after Holm, {row['n_clusters']} prompts)"
+            f"sampled answers under {row['sampling']} fail the {row['test']} test "
+            f"(statistic {row['statistic']:.3g}, p {row['p_holm']:.2g} after Holm, "
+            f"{row['n_clusters']} prompts)"
         )
         base = control.get(row["sampling"])
         if row["test"] == "pit_uniform" and base is not None and base < significance:
@@ -1060,7 +1066,7 @@ _SHARED: Final = ("output_token_ids", "output_text", "finish_reason", "request_i
 
 
 def _paired(answers: pl.DataFrame, *, baseline: str) -> list[dict[str, Any]]:
-    """Pairs of answers as dicts: arm against baseline in one repeat, then each arm's later repeats against its first."""
+    """Pairs of answers: arm against baseline in one repeat, each arm's later repeats against its first."""
     keys = ["sampling", "concurrency", "prompt_id"]
     right = answers.select(*keys, *(pl.col(name).alias(f"reference_{name}") for name in _SHARED))
     pairs = answers.join(right, on=keys, maintain_order="left_right").filter(

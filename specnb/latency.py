@@ -502,9 +502,8 @@ def _speedup_rows(
         (pl.col("num_output_tokens").sum() / pl.col("share_s").sum()).alias("arm"),
         (pl.col("baseline_num_output_tokens").sum() / pl.col("baseline_share_s").sum()).alias("baseline"),
     )
-    rates = by_repeat.filter(
-        (pl.col("arm") > 0) & (pl.col("baseline") > 0) & pl.col("arm", "baseline").is_finite()
-    )
+    usable = [(pl.col(side) > 0) & pl.col(side).is_finite() for side in ("arm", "baseline")]
+    rates = by_repeat.filter(*usable)
     if rates.height:
         runs = welch_log_ratio(rates["arm"].to_list(), rates["baseline"].to_list(), level=level)
         rows.append({"metric": "run_to_run_speedup", **runs.as_row()})
@@ -541,8 +540,8 @@ def _shares(requests: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     inside = [name for name in by if name not in CELL_LABELS]
     if inside:
         raise ValueError(
-            f"by {', '.join(repr(name) for name in inside)} may vary inside a cell, and wall time can't be split; "
-            f"use {', '.join(CELL_LABELS)}"
+            f"by {', '.join(repr(name) for name in inside)} may vary inside a cell, whose wall time "
+            f"can't be split; use {', '.join(CELL_LABELS)}"
         )
     check_columns(requests, [*by, "cell_id", "repeat", "prompt_id"], what="requests")
     wall_s = (pl.col("last_token_s").max() - pl.col("sent_s").min()).alias("cell_wall_s")

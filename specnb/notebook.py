@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +27,21 @@ from specnb.config import Arm
 from specnb.errors import RecordError
 from specnb.provenance import git_sha
 from specnb.records import Run, read_run
+from specnb.verdicts import Claim
 
 CHART_MIME: Final = "application/vnd.vegalite.v5+json"
 CLAIMS_MIME: Final = "application/vnd.specnb.claims+json"
+VERDICT_MIME: Final = "application/vnd.specnb.verdict+json"
 END_MIME: Final = "application/vnd.specnb.end+json"
 VEGALITE_VERSION: Final = "6.4"
 
 MAX_TABLE_ROWS: Final = 60
+CLAIM_PAGES: Final = {
+    "suffix decay": "02_suffix_decay",
+    "entropy": "03_hit_rate_by_entropy",
+    "speedup": "04_speedup_by_concurrency",
+    "equivalence": "05_output_equivalence",
+}
 
 _SCHEMA_V5: Final = "https://vega.github.io/schema/vega-lite/v5.json"
 _EMBED_OPTIONS: Final = {
@@ -41,10 +50,12 @@ _EMBED_OPTIONS: Final = {
 }
 # Enough for JupyterLab, whose page has no style sheet of ours; a report brings its own.
 _STYLE: Final = (
-    "<style>.specnb-box{border:1px solid #d0d7de;border-radius:6px;padding:8px 14px;margin:6px 0;max-width:60em}"
+    "<style>.specnb-box{border:1px solid #d0d7de;border-radius:6px;padding:8px 14px;"
+    "margin:6px 0;max-width:60em}"
     ".specnb-box dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;margin:4px 0}"
     ".specnb-box dt{font-weight:600}.specnb-box dd{margin:0;overflow-wrap:anywhere}"
-    ".specnb-banner{border-left:5px solid #8a5a00;background:#fff6dd;color:#1f2328;padding:6px 12px;margin:6px 0}"
+    ".specnb-banner{border-left:5px solid #8a5a00;background:#fff6dd;color:#1f2328;"
+    "padding:6px 12px;margin:6px 0}"
     ".specnb-badge{color:#fff;border-radius:4px;padding:1px 8px;font-weight:600}"
     ".specnb-good{background:#1b7f4d}.specnb-bad{background:#b3261e}.specnb-open{background:#8a5a00}"
     ".specnb-scroll{overflow-x:auto}.specnb-num{text-align:right}</style>"
@@ -65,7 +76,9 @@ class View:
     def _repr_html_(self) -> str:
         return _STYLE + self.html
 
-    def _repr_mimebundle_(self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None) -> Any:
+    def _repr_mimebundle_(
+        self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
+    ) -> Any:
         return {"text/html": self._repr_html_(), "text/plain": self.text, **self.data}
 
 
@@ -101,7 +114,9 @@ class ChartView:
     def _repr_html_(self) -> str:
         return self.svg()
 
-    def _repr_mimebundle_(self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None) -> Any:
+    def _repr_mimebundle_(
+        self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
+    ) -> Any:
         spec = self.spec()
         return {CHART_MIME: spec, "image/svg+xml": chart_svg(spec), "text/plain": repr(self)}
 
@@ -135,9 +150,15 @@ def open_run(run_dir: str, plan: str = "") -> Run:
         The plan is wrong.
     """
     if plan:
-        from specnb.runner import measure_or_reuse
+        from specnb.runner import DEFAULT_ROOT, Progress, measure_or_reuse
 
-        return read_run(measure_or_reuse(_locate(plan)))
+        root = _repository() / DEFAULT_ROOT
+        hooks = Progress(on_message=_say, on_cell_done=lambda cell: _say(f"measured {cell.cell_id}"))
+        return read_run(
+            measure_or_reuse(
+                _locate(plan), root=root if root.parent.is_dir() else DEFAULT_ROOT, progress=hooks
+            )
+        )
     found = _locate(run_dir)
     if not found.exists():
         raise RecordError(
@@ -158,7 +179,9 @@ def arm_names(run: Run) -> tuple[str, ...]:
     return tuple(arm.name for arm in run.plan.arms)
 
 
-def show(chart: charts.Chart, frame: pl.DataFrame | None = None, *, caption: str = "the numbers behind the chart") -> None:
+def show(
+    chart: charts.Chart, frame: pl.DataFrame | None = None, *, caption: str = "the numbers behind the chart"
+) -> None:
     """Displays a chart and, folded below it, the table it was drawn from."""
     from IPython.display import display
 
@@ -200,24 +223,213 @@ def table(frame: pl.DataFrame, *, caption: str, folded: bool = False, max_rows: 
     return View(html=body, text=f"{caption}\n{shown}")
 
 
-def claims(found: Sequence[Any], *, links: bool = False) -> View:
-    """Verdicts as sentences with their evidence: one block a claim, worst news as visible as good news.
+def claims(found: Sequence[Claim]) -> View:
+    """Verdicts as sentences with their evidence: one block a claim, bad news as visible as good news.
 
     Parameters
     ----------
     found
-        `verdicts.Claim` objects.
-    links
-        Whether each claim links to the notebook that judges it (used by the first notebook).
+        From a function of `verdicts`.
     """
-    blocks = [_claim_html(claim) for claim in found]
-    if not blocks:
-        blocks = ["<p>No arm to judge: the run holds no arm that speculates.</p>"]
-    data = [_claim_dict(claim) for claim in found]
+    entries = [{"arm": claim.arm, **claim.as_dict()} for claim in found]
+    blocks = [_claim_html(entry) for entry in entries]
+    blocks = blocks or ["<p>No arm to judge: the run holds no arm that speculates.</p>"]
+    kept = ("arm", "claim", "question", "verdict", "sentence")
     return View(
-        html='<div class="specnb-claims">' + "".join(blocks) + "</div>",
-        text="\n".join(f"{entry['verdict']}: {entry['sentence']}" for entry in data),
-        data={CLAIMS_MIME: {"claims": data}},
+        html=f'<div class="specnb-claims">{"".join(blocks)}</div>',
+        text="\n".join(f"{entry['verdict']}: {entry['sentence']}" for entry in entries) or "no arm to judge",
+        data={CLAIMS_MIME: {"claims": [{name: entry[name] for name in kept} for entry in entries]}},
+    )
+
+
+def final(verdict: Mapping[str, Any]) -> View:
+    """The final verdict of every arm with its reasons, from `verdicts.verdict_json`.
+
+    Carries the whole verdict as data, from which a report takes `verdict.json`.
+    """
+    arms = verdict["arms"]
+    blocks = [_claim_html({**arm, "estimate": None, "threshold": None}) for arm in arms]
+    blocks = blocks or ["<p>No arm to judge: the run holds no arm that speculates.</p>"]
+    claims_made = [
+        {
+            "arm": arm["arm"],
+            "claim": "verdict",
+            "question": "Should this drafter go in front of this target?",
+            "verdict": arm["verdict"],
+            "sentence": scrub(arm["sentence"]),
+        }
+        for arm in arms
+    ]
+    return View(
+        html=f'<div class="specnb-claims">{"".join(blocks)}</div>',
+        text="\n".join(f"{arm['verdict']}: {arm['sentence']}" for arm in arms) or "no arm to judge",
+        data={CLAIMS_MIME: {"claims": claims_made}, VERDICT_MIME: dict(verdict)},
+    )
+
+
+def overview_frame(verdict: Mapping[str, Any]) -> pl.DataFrame:
+    """arm, claim and verdict of everything that `verdict_json` holds, for `verdict_overview_chart`."""
+    rows = []
+    for arm in verdict["arms"]:
+        rows.append((arm["arm"], "verdict", arm["verdict"]))
+        rows += [(arm["arm"], claim["claim"], claim["verdict"]) for claim in arm["claims"]]
+    return pl.DataFrame(rows, schema=dict.fromkeys(("arm", "claim", "verdict"), pl.String), orient="row")
+
+
+def claim_table(verdict: Mapping[str, Any]) -> View:
+    """Every claim of every arm in a table: question, verdict, evidence, and a link to its notebook's page."""
+    rows = []
+    for arm in verdict["arms"]:
+        for claim in arm["claims"]:
+            page = CLAIM_PAGES.get(claim["claim"])
+            link = f'<a href="{page}.html">{_escape(page)}</a>' if page else ""
+            tone = theme.verdict_tone(claim["verdict"])
+            rows.append(
+                f"<tr><td>{_escape(arm['arm'])}</td><td>{_escape(claim['question'])}</td>"
+                f'<td><span class="specnb-badge specnb-{tone}">{_escape(claim["verdict"])}</span></td>'
+                f"<td>{_escape(scrub(claim['sentence']))}</td><td>{link}</td></tr>"
+            )
+    heads = "".join(
+        f'<th scope="col">{name}</th>' for name in ("arm", "question", "verdict", "evidence", "page")
+    )
+    body = "".join(rows) or '<tr><td colspan="5">No arm to judge.</td></tr>'
+    return View(
+        html='<div class="specnb-scroll" tabindex="0"><table><caption>every claim of this run</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>",
+        text="\n".join(
+            f"{arm['arm']}: {claim['verdict']}: {claim['sentence']}"
+            for arm in verdict["arms"]
+            for claim in arm["claims"]
+        ),
+    )
+
+
+def not_measured(verdict: Mapping[str, Any]) -> View:
+    """What the run does not hold though the six questions need it, arm by arm."""
+    listed = "".join(
+        f"<li>{_escape(arm['arm'])}: {_escape(scrub(missing))}</li>"
+        for arm in verdict["arms"]
+        for missing in arm["not_measured"]
+    )
+    return View(
+        html=f"<ul>{listed or '<li>Nothing is missing.</li>'}</ul>",
+        text="\n".join(
+            f"{arm['arm']}: {missing}" for arm in verdict["arms"] for missing in arm["not_measured"]
+        ),
+    )
+
+
+def every_arm(
+    estimate: Callable[..., pl.DataFrame], run: Run, *, baseline: bool = False, **options: Any
+) -> pl.DataFrame:
+    """`estimate(run, arm=..., **options)` for every arm that speculates, stacked, with an `arm` column.
+
+    Parameters
+    ----------
+    estimate
+        A function that takes a run and the keyword `arm` and returns a frame.
+    baseline
+        Whether the baseline is asked too, as a control.
+    """
+    frames = [
+        estimate(run, arm=arm.name, **options).with_columns(pl.lit(arm.name).alias("arm"))
+        for arm in run.plan.arms
+        if arm.speculative is not None or baseline
+    ]
+    if not frames:
+        return (
+            estimate(run, arm=run.plan.baseline.name, **options)
+            .clear()
+            .with_columns(pl.lit(None, pl.String).alias("arm"))
+        )
+    return pl.concat(frames, how="diagonal")
+
+
+def divergence_table(pairs: pl.DataFrame) -> View:
+    """The pairs of `equivalence.greedy_pairs` that differ: where, by which tokens, and how close it was."""
+    names = (
+        "arm",
+        "sampling",
+        "concurrency",
+        "repeat",
+        "prompt_id",
+        "entropy_tier",
+        "index",
+        "reference_token_id",
+        "token_id",
+        "split_class",
+        "margin_nats",
+        "margin_source",
+    )
+    differing = pairs.filter(~pl.col("identical")).select(names)
+    return table(differing, caption="pairs of greedy answers that differ, first difference")
+
+
+def pit_histogram(run: Run, *, arm: str, rng: np.random.Generator, num_bins: int = 20) -> pl.DataFrame:
+    """Shares of an arm's sampled tokens in equal bins of the randomised PIT, with the band of a uniform law.
+
+    Parameters
+    ----------
+    run, arm, rng
+        As in `equivalence.pit_values`.
+    num_bins
+        Equal bins of [0, 1].
+
+    Returns
+    -------
+    polars.DataFrame
+        sampling, bin_low, bin_high, value (share of the tokens), expected (1 / num_bins), low, high
+        (band in which all bins of a uniform law stay with 95 % probability; null below 5 prompts),
+        n (tokens), n_clusters (prompts), reason. No rows where nothing was sampled.
+
+    Notes
+    -----
+    Tokens of one prompt are not independent: the standard error of a share sums squared residuals
+    of whole prompts (linearised ratio, Cochran 1977, section 6.3) under the uniform law; the band is
+    Bonferroni's over bins.
+    """
+    from scipy.stats import norm
+
+    from specnb.equivalence import pit_values
+
+    expected = 1 / num_bins
+    edges = pl.DataFrame({"bin": list(range(num_bins))}, schema={"bin": pl.Int64})
+    bins = (pl.col("pit") * num_bins).floor().clip(0, num_bins - 1).cast(pl.Int64).alias("bin")
+    counts = (
+        pit_values(run, arm=arm, rng=rng)
+        .with_columns(bins)
+        .group_by("sampling", "prompt_id", "bin")
+        .agg(pl.len().cast(pl.Int64).alias("hits"))
+    )
+    prompts = counts.group_by("sampling", "prompt_id").agg(pl.col("hits").sum().alias("tokens"))
+    grid = prompts.join(edges, how="cross").join(counts, on=["sampling", "prompt_id", "bin"], how="left")
+    hits, tokens = pl.col("hits").fill_null(0), pl.col("tokens")
+    width = float(norm.ppf(1 - 0.05 / (2 * num_bins)))
+    enough = pl.len() >= 5
+    error = ((hits - tokens * expected) ** 2).sum().sqrt() / tokens.sum()
+    return (
+        grid.group_by("sampling", "bin")
+        .agg(
+            (hits.sum() / tokens.sum()).alias("value"),
+            pl.when(enough).then((expected - width * error).clip(0)).alias("low"),
+            pl.when(enough).then(expected + width * error).alias("high"),
+            tokens.sum().alias("n"),
+            pl.len().cast(pl.Int64).alias("n_clusters"),
+            pl.when(~enough).then(pl.lit("fewer than 5 prompts")).alias("reason"),
+        )
+        .sort("sampling", "bin")
+        .select(
+            "sampling",
+            (pl.col("bin") / num_bins).alias("bin_low"),
+            ((pl.col("bin") + 1) / num_bins).alias("bin_high"),
+            "value",
+            pl.lit(expected).alias("expected"),
+            "low",
+            "high",
+            "n",
+            "n_clusters",
+            "reason",
+        )
     )
 
 
@@ -225,9 +437,13 @@ def banners(run: Run) -> list[str]:
     """Warnings that must stand above every headline of this run; empty for a complete, real, matched one."""
     found = []
     if _simulated(run):
-        found.append("SIMULATED: the numbers come from a simulated engine and say nothing about any model or machine.")
+        found.append(
+            "SIMULATED: the numbers come from a simulated engine and say nothing about any model or machine."
+        )
     if run.modelled:
-        found.append("MODELLED: weights or acceptance were synthetic; speeds and rates are not those of a real drafter.")
+        found.append(
+            "MODELLED: weights or acceptance were synthetic; these are not the numbers of a real drafter."
+        )
     if run.status != "finished":
         planned = len(run.manifest.get("cell_order", []))
         of = f" of {planned}" if planned else ""
@@ -246,7 +462,7 @@ def watermark(run: Run) -> str | None:
 
 
 def arm_differences(run: Run) -> list[str]:
-    """Everything but `speculative` in which an arm differs from the baseline: arguments, prompts, prompt tokens."""
+    """What differs between the arms beside `speculative`: arguments, prompts, prompt tokens."""
     plan = run.plan
     found = []
     for arm in plan.arms:
@@ -284,11 +500,14 @@ def condition_rows(run: Run) -> list[tuple[str, str]]:
         ("sampling", "; ".join(_sampling(setting.model_dump()) for setting in plan.sampling)),
         ("concurrency", f"{_listed(sorted(set(requests['concurrency'])))} ({plan.load.mode} loop)"),
         ("dataset", _dataset(run)),
-        ("prompts, requests", f"{requests['prompt_id'].n_unique()} distinct prompts, {requests.height} requests"),
+        (
+            "prompts, requests",
+            f"{requests['prompt_id'].n_unique()} distinct prompts, {requests.height} requests",
+        ),
         ("repeats", _repeats(run)),
         (
             "intervals",
-            "95 % unless a table says otherwise; prompts are resampled as clusters, repeats as the outer level",
+            "95 % unless a table says otherwise; prompts resampled as clusters, repeats as the outer level",
         ),
         ("acceptance length", "counts the bonus token; pooled over steps that carried a draft"),
         ("cached prompt tokens", _cached(requests)),
@@ -303,7 +522,9 @@ def condition_rows(run: Run) -> list[tuple[str, str]]:
 def conditions(run: Run) -> View:
     """The conditions box: what a number of this run depends on, with banners above it."""
     rows = condition_rows(run)
-    warnings = "".join(f'<p class="specnb-banner" role="note">{_escape(scrub(text))}</p>' for text in banners(run))
+    warnings = "".join(
+        f'<p class="specnb-banner" role="note">{_escape(scrub(text))}</p>' for text in banners(run)
+    )
     body = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(text)}</dd>" for name, text in rows)
     return View(
         html=f'{warnings}<section class="specnb-box specnb-conditions" aria-label="Conditions">'
@@ -323,7 +544,9 @@ def limits(run: Run) -> list[str]:
         found.append("One concurrency: nothing is known about other loads.")
     num_prompts = run.requests["prompt_id"].n_unique()
     if num_prompts < 30:
-        found.append(f"{num_prompts} distinct prompts: intervals over prompts are wide and rare failures are unseen.")
+        found.append(
+            f"{num_prompts} distinct prompts: intervals over prompts are wide and rare failures are unseen."
+        )
     if not run.has("tokens"):
         found.append("No token table: entropy and the law of sampled tokens were not measured.")
     if not run.has("engine_steps"):
@@ -352,13 +575,19 @@ def provenance(run: Run) -> View:
         ("analysed by revision", git_sha() or "unknown"),
         ("plan", f"{run.plan.name}, sha256 {manifest['plan_sha256']}"),
         ("record schema", str(manifest["schema_version"])),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "unknown"),
+        (
+            "versions",
+            ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "unknown",
+        ),
         ("cells", f"{len(run.cells)} finished"),
         ("workload", _digest(manifest.get("workload"))),
     ]
     body = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(scrub(text))}</dd>" for name, text in rows)
     notes = limits(run)
-    listed = "".join(f"<li>{_escape(note)}</li>" for note in notes) or "<li>None known beside the conditions above.</li>"
+    listed = (
+        "".join(f"<li>{_escape(note)}</li>" for note in notes)
+        or "<li>None known beside the conditions above.</li>"
+    )
     return View(
         html=f'<section class="specnb-box" aria-label="Provenance"><dl>{body}</dl>'
         f"<strong>Limits</strong><ul>{listed}</ul></section>",
@@ -375,7 +604,12 @@ def scrub(text: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------- shared parts
+# Shared parts
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _repository() -> Path:
@@ -422,7 +656,11 @@ def _engine(run: Run) -> str:
     engine = run.manifest.get("engine") or {}
     versions = run.manifest.get("versions") or {}
     label = str(engine.get("label") or run.plan.engine.kind)
-    named = [f"{name} {versions[name]}" for name in ("vllm", "torch", "transformers", "specnb") if versions.get(name)]
+    named = [
+        f"{name} {versions[name]}"
+        for name in ("vllm", "torch", "transformers", "specnb")
+        if versions.get(name)
+    ]
     return ", ".join([label, *named])
 
 
@@ -559,40 +797,30 @@ def _number(value: float) -> str:
     return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _claim_dict(claim: Any) -> dict[str, Any]:
-    return {
-        "arm": getattr(claim, "arm", None),
-        "question": str(claim.question),
-        "verdict": str(claim.verdict),
-        "sentence": scrub(str(claim.sentence)),
-    }
-
-
-def _claim_html(claim: Any) -> str:
-    tone = theme.verdict_tone(str(claim.verdict))
+def _claim_html(claim: Mapping[str, Any]) -> str:
+    """One claim (`Claim.as_dict`, or an arm of `verdict_json`) as a block."""
+    tone = theme.verdict_tone(claim["verdict"])
     facts = []
-    estimate = getattr(claim, "estimate", None)
-    if estimate is not None and estimate.value is not None:
+    estimate = claim["estimate"]
+    if estimate is not None and estimate["value"] is not None:
         interval = (
-            f"{estimate.level * 100:g} % interval [{_number(estimate.low)}, {_number(estimate.high)}], {estimate.method}"
-            if estimate.low is not None
-            else f"no interval: {estimate.reason}"
+            f"{estimate['level'] * 100:g} % interval "
+            f"[{_number(estimate['low'])}, {_number(estimate['high'])}], {estimate['method']}"
+            if estimate["low"] is not None
+            else f"no interval: {estimate['reason']}"
         )
-        facts.append(("estimate", f"{_number(estimate.value)} ({interval})"))
-        facts.append(("n", f"{estimate.n:,} over {estimate.n_clusters:,} prompts"))
+        facts.append(("estimate", f"{_number(estimate['value'])} ({interval})"))
+        facts.append(("n", f"{estimate['n']:,} over {estimate['n_clusters']:,} prompts"))
     elif estimate is not None:
-        facts.append(("estimate", f"n/a: {estimate.reason}"))
-    if getattr(claim, "threshold", None) is not None:
-        threshold = claim.threshold
-        facts.append(("threshold", _number(threshold) if isinstance(threshold, (int, float)) else str(threshold)))
+        facts.append(("estimate", f"n/a: {estimate['reason']}"))
+    if claim["threshold"] is not None:
+        facts.append(("threshold", _number(claim["threshold"])))
     body = "".join(f"<dt>{_escape(name)}</dt><dd>{_escape(text)}</dd>" for name, text in facts)
-    reasons = "".join(f"<li>{_escape(scrub(str(reason)))}</li>" for reason in getattr(claim, "reasons", ()) or ())
-    arm = getattr(claim, "arm", None)
+    reasons = "".join(f"<li>{_escape(scrub(reason))}</li>" for reason in claim["reasons"])
     return (
-        f'<section class="specnb-box specnb-claim specnb-claim-{tone}"><p>'
-        f'<span class="specnb-badge specnb-{tone}">{_escape(claim.verdict)}</span> '
-        + (f"<strong>{_escape(arm)}</strong> " if arm else "")
-        + f"{_escape(scrub(str(claim.sentence)))}</p>"
+        f'<section class="specnb-box specnb-claim specnb-claim-{tone}">'
+        f'<p><span class="specnb-badge specnb-{tone}">{_escape(claim["verdict"])}</span> '
+        f"{_escape(scrub(claim['sentence']))}</p>"
         + (f"<dl>{body}</dl>" if body else "")
         + (f"<ul>{reasons}</ul>" if reasons else "")
         + "</section>"

@@ -80,7 +80,9 @@ def measure(
     """
     progress = progress or Progress()
     workload = load_workload(plan.workload.set)
-    prompts = {tier: _prompts(plan, workload, tier) for tier in plan.workload.tiers}
+    prompts: dict[str, tuple[Prompt, ...]] = {
+        tier: _prompts(plan, workload, tier) for tier in plan.workload.tiers
+    }
     if resume is not None:
         # The plan must fit before a model is loaded for it.
         RunWriter.resume(resume, plan).__exit__()
@@ -252,7 +254,7 @@ def _measure_cells(
         if failed and plan.on_error == "stop":
             first = tables["requests"].filter(pl.col("status") != "ok").row(0, named=True)
             raise RecordError(
-                f"{cell.cell_id}: request {first['request_id']} failed ({first['error_kind']}: {first['error']}); "
+                f"{cell.cell_id}: request {first['request_id']} failed ({first['error']}); "
                 "the plan says on_error: stop"
             )
 

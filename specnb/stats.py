@@ -160,7 +160,7 @@ class ClusterSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One output of a statistic: its columns (`metric`, ...), which sum is its denominator, why it may be null."""
+    """One output of a statistic: its columns, which sum is its denominator, why it may be null."""
 
     columns: Mapping[str, Any]
     denominator: int

@@ -31,12 +31,12 @@ class Placement:
         self.flat = torch.empty(0, dtype=torch.long)
 
 
-class _RaggedLayer(CacheLayerMixin):
+class _RaggedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # __init_subclass__ of transformers
     is_sliding = False
     is_compileable = False
 
     def __init__(self, placement: Placement, *, num_rows: int, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._placement = placement
         self._num_rows = num_rows
         self._capacity = capacity
@@ -56,7 +56,13 @@ class _RaggedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._store(self.keys, key_states), self._store(self.values, value_states)
+        keys, values = self._stores()
+        return self._store(keys, key_states), self._store(values, value_states)
+
+    def _stores(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.keys is None or self.values is None:
+            raise RuntimeError("the cache holds no keys yet")
+        return self.keys, self.values
 
     def _store(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         place = self._placement
@@ -66,7 +72,7 @@ class _RaggedLayer(CacheLayerMixin):
         return rows.transpose(1, 2)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        for store in (self.keys, self.values):
+        for store in self._stores():
             rows = store.view(self._num_rows, self._capacity, *store.shape[1:])
             rows[target, :length] = rows[source, :length]
 
@@ -116,7 +122,7 @@ class RaggedCache:
         self._layers = [
             _RaggedLayer(self._placement, num_rows=num_rows, capacity=capacity) for _ in range(num_layers)
         ]
-        self.cache = Cache(layers=self._layers)
+        self.cache = Cache(layers=list(self._layers))
         self._keys_before = torch.arange(capacity, device=device)
 
     def inputs(self, *, first_row: int, starts: list[int], width: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import numpy as np
 import polars as pl
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -150,7 +151,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def judge_splits(self, splits: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
-        """Margins at each split from the target itself, in the run's dtype and (up to 1e9 parameters) in float64.
+        """Margins at each split from the target, in the run's dtype and, up to 1e9 parameters, in float64.
 
         The logits come from one plain forward over prompt and common prefix, without cache.
         """
@@ -721,32 +722,34 @@ def _load(plan: Plan, path: str, device: torch.device) -> tuple[Any, Any]:
             _refuse_stateful(config, path)
             tokenizer = AutoTokenizer.from_pretrained(path, **shared)
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, use_safetensors=True, attn_implementation="sdpa", config=config, **shared
+                path, dtype=dtype, use_safetensors=True, config=config, **shared
             )
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"target.model: {path} does not fit the device's memory; use a smaller dtype"
             ) from error
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise EngineError(
                 f"target.model: {path} can't be loaded ({str(error).strip().splitlines()[0]})"
             ) from error
-    return model.to(device).eval(), tokenizer
+    loaded: Any = model
+    return loaded.to(device).eval(), tokenizer
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keeps transformers' progress bars and advice out of the progress display."""
-    level = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    logs: Any = transformers.logging
+    level = logs.get_verbosity()
+    bars = logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.logging.set_verbosity(level)
+        logs.set_verbosity(level)
         if bars:
-            transformers.logging.enable_progress_bar()
+            logs.enable_progress_bar()
 
 
 def _refuse_stateful(config: Any, path: str) -> None:

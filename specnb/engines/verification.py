@@ -242,9 +242,9 @@ def _judge_sampled(
             picked = draw(residual, [rngs[alive[row]].random() for row in pending])
             for row, token in zip(pending, picked, strict=True):
                 chosen[row] = token
-        token = torch.tensor(chosen, device=target.device)
-        mass = target.gather(-1, token[:, None])
-        ahead = (target > mass) | ((target == mass) & (ids < token[:, None]))
+        picks = torch.tensor(chosen, device=target.device)[:, None]
+        mass = target.gather(-1, picks)
+        ahead = (target > mass) | ((target == mass) & (ids < picks))
         low: list[float] = (target * ahead).sum(-1).tolist()
         own: list[float] = mass[:, 0].tolist()
         ended = set(pending)

@@ -1,0 +1,44 @@
+# demo, test, lint, lab: each makes the virtual environment on first use and needs only Python 3.11, make and a compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# torch is named apart and first: a plain resolution could take a CUDA build of several GB.
+TORCH := torch==2.13.0
+
+.PHONY: demo test lint lab
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/specnb demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(if $(LONG),,-m "not long") $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/pre-commit run --all-files
+	$(BIN)/mypy
+
+lab: $(VENV)/.installed-lab
+	$(BIN)/jupyter lab notebooks
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("specnb needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-torch: | $(VENV)/bin/python
+	$(BIN)/pip install -q $(TORCH)
+	touch $@
+
+$(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
+	$(BIN)/pip install -q -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
+	$(BIN)/pip install -q -e '.[test]'
+	touch $@ $(VENV)/.installed-demo $(VENV)/.installed-lab
+
+$(VENV)/.installed-lab: pyproject.toml $(VENV)/.installed-torch
+	$(BIN)/pip install -q -e '.[notebooks]'
+	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name 'Python 3 (specnb)'
+	touch $@

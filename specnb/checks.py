@@ -1,0 +1,504 @@
+"""Invariants of a run directory: what must hold before any number of it is believed.
+
+Reads a run directory and nothing else; imports no engine. Each check is a finding with a
+name, whether it holds, and one line that names the first place where it does not. A file
+that can't be read fails its own check and is named by those that need it. Separate from
+the readers, which stop at the first fault: here every fault is listed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import polars as pl
+
+from specnb import schema
+from specnb.equivalence import LOSSY_METHODS, degenerate_logprobs, not_comparable, speculating_arms
+from specnb.errors import SpecnbError
+from specnb.provenance import file_sha256
+from specnb.records import Run, read_run
+
+IN_PROCESS: Final = ("transformers", "simulated")
+TIME_TOLERANCE_S: Final = 0.005
+TOKEN_TOLERANCE: Final = 0.01
+_SAMPLE: Final = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})?\s+(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One check: its name, whether it holds, and one line of detail."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+class _Broken(Exception):
+    """An invariant does not hold; the text says where."""
+
+
+def check_run(path: Path | str) -> list[Finding]:
+    """Checks every invariant of a run directory.
+
+    Parameters
+    ----------
+    path
+        A run directory, finished or not.
+
+    Returns
+    -------
+    list of Finding
+        In a fixed order: directory, files, tables, then the invariants. A check that does not apply to
+        this engine holds, and its detail says why it was not needed.
+
+    Raises
+    ------
+    RecordError
+        The manifest can't be read at all, or no cell is finished.
+    """
+    run = read_run(path)
+    findings = [
+        _finding("finished", _finished, run),
+        _finding("cells as planned", _cells, run),
+        _finding("file digests", _files, run),
+        _finding("modelled flag", _modelled, run),
+    ]
+    readable: set[str] = set()
+    for name in schema.TABLES:
+        try:
+            rows = run.table(name).height
+        except SpecnbError as error:
+            findings.append(Finding(name=f"table {name}", ok=False, detail=str(error)))
+            continue
+        readable.add(name)
+        detail = f"{rows} rows" if run.has(name) else "not written by this engine"
+        findings.append(Finding(name=f"table {name}", ok=True, detail=detail))
+    for title, needs, check in _INVARIANTS:
+        missing = [name for name in needs if name not in readable]
+        if missing:
+            detail = f"not checked: {', '.join(missing)} can't be read"
+            findings.append(Finding(name=title, ok=False, detail=detail))
+        else:
+            findings.append(_finding(title, check, run))
+    return findings
+
+
+def _finding(name: str, check: Callable[[Run], str], run: Run) -> Finding:
+    try:
+        return Finding(name=name, ok=True, detail=check(run))
+    except _Broken as broken:
+        return Finding(name=name, ok=False, detail=str(broken))
+
+
+def _first(frame: pl.DataFrame, bad: pl.Expr, text: str) -> None:
+    """Raises for the first row where `bad` is true; `text` is filled in with that row's columns."""
+    found = frame.filter(bad.fill_null(False))
+    if found.height:
+        raise _Broken(f"{text.format(**found.row(0, named=True))} ({found.height} of {frame.height} rows)")
+
+
+def _finished(run: Run) -> str:
+    if run.status != "finished":
+        raise _Broken(f"status is {run.status}; resume the run with --resume {run.path.name}")
+    return "status is finished"
+
+
+def _cells(run: Run) -> str:
+    found = [str(cell["cell_id"]) for cell in run.cells]
+    planned = [str(name) for name in run.manifest.get("cell_order", [])]
+    missing = [name for name in planned if name not in found]
+    if missing:
+        raise _Broken(f"{len(missing)} of {len(planned)} planned cells are missing, first {missing[0]}")
+    extra = [name for name in found if planned and name not in planned]
+    if extra:
+        raise _Broken(f"cell {extra[0]} is not in the plan")
+    return f"{len(found)} cells"
+
+
+def _files(run: Run) -> str:
+    count = 0
+    listed = {str(cell["cell_id"]): cell for cell in run.manifest.get("cells") or []}
+    for cell in run.cells:
+        folder = run.path / "cells" / str(cell["cell_id"])
+        known = listed.get(str(cell["cell_id"]))
+        if known is not None and known["files"] != cell["files"]:
+            raise _Broken(f"{folder.name}/cell.json: files differ from those in manifest.json; it was edited")
+        for name, facts in cell["files"].items():
+            _digest(folder / f"{name}.parquet", facts, f"{folder.name}/{name}.parquet")
+            count += 1
+        strangers = sorted(file.stem for file in folder.glob("*.parquet") if file.stem not in cell["files"])
+        if strangers:
+            raise _Broken(f"{folder.name}/{strangers[0]}.parquet is not listed in cell.json")
+    splits = run.manifest.get("splits")
+    if splits is not None:
+        _digest(run.path / "splits.parquet", splits, "splits.parquet")
+        count += 1
+    return f"{count} files as written"
+
+
+def _digest(path: Path, facts: dict[str, Any], name: str) -> None:
+    if not path.exists():
+        raise _Broken(f"{name} is missing")
+    if file_sha256(path) != facts["sha256"]:
+        raise _Broken(f"{name} differs from its sha256; it was edited or damaged")
+
+
+def _modelled(run: Run) -> str:
+    if bool(run.manifest["modelled"]) != run.plan.modelled:
+        raise _Broken(f"manifest says modelled {run.modelled}, its plan {run.plan.modelled}")
+    for arm in speculating_arms(run.plan):
+        method = arm.speculative.rejection_sample_method if arm.speculative else None
+        if method in LOSSY_METHODS and not run.modelled:
+            raise _Broken(f"arm {arm.name} uses {method} acceptance but the run is not marked modelled")
+    if run.manifest["plan_sha256"] != run.plan.sha256:
+        raise _Broken("plan_sha256 is not the digest of the plan in the manifest")
+    return f"modelled is {str(run.modelled).lower()}"
+
+
+def _acceptance_range(run: Run) -> str:
+    limits = pl.DataFrame(
+        {
+            "arm": [arm.name for arm in run.plan.arms],
+            "limit": [
+                arm.speculative.num_speculative_tokens if arm.speculative else 0 for arm in run.plan.arms
+            ],
+        },
+        schema={"arm": pl.String, "limit": pl.Int64},
+    )
+    steps = run.steps.join(limits, on="arm", how="left", maintain_order="left")
+    _first(
+        steps,
+        pl.col("num_draft_tokens") > pl.col("limit"),
+        "request {request_id} step {step}: {num_draft_tokens} drafts, arm {arm} allows {limit}",
+    )
+    pooled = (
+        steps.filter(pl.col("num_draft_tokens") > 0)
+        .group_by("arm", maintain_order=True)
+        .agg(
+            drafts=pl.len(),
+            drafted=pl.col("num_draft_tokens").sum(),
+            accepted=pl.col("num_accepted_tokens").sum(),
+            limit=pl.col("limit").first(),
+        )
+    )
+    _first(
+        pooled,
+        (pl.col("accepted") > pl.col("drafted"))
+        | (pl.col("drafted") < pl.col("drafts"))
+        | (pl.col("drafted") > pl.col("limit") * pl.col("drafts")),
+        "arm {arm}: {accepted} accepted, {drafted} drafted in {drafts} drafts of at most {limit}",
+    )
+    lengths = [
+        f"{arm} {1 + accepted / drafts:.3f} of at most {limit + 1}"
+        for arm, drafts, accepted, limit in pooled.select("arm", "drafts", "accepted", "limit").iter_rows()
+    ]
+    return f"mean acceptance length {', '.join(lengths) or 'undefined: no drafts'}"
+
+
+def _positions(run: Run) -> str:
+    if not run.has("positions"):
+        return "no positions table"
+    counted = (
+        run.table("positions")
+        .group_by("request_id", "step")
+        .agg(
+            drafted=pl.len().cast(pl.Int64),
+            accepted=pl.col("accepted").sum().cast(pl.Int64),
+            reached=pl.col("reached").sum().cast(pl.Int64),
+            prefix=(pl.col("accepted").sort_by("position").cast(pl.Int8).diff().fill_null(0) <= 0).all(),
+            last=pl.col("position").max(),
+        )
+    )
+    steps = run.steps.join(
+        counted, on=["request_id", "step"], how="full", coalesce=True, maintain_order="left"
+    ).with_columns(pl.col("drafted", "accepted", "reached").fill_null(0), pl.col("prefix").fill_null(True))
+    place = "request {request_id} step {step}: "
+    _first(steps, pl.col("arm").is_null(), place + "positions without a step")
+    _first(
+        steps,
+        pl.col("drafted") != pl.col("num_draft_tokens"),
+        place + "{drafted} positions, steps say {num_draft_tokens} drafts",
+    )
+    _first(
+        steps,
+        pl.col("accepted") != pl.col("num_accepted_tokens"),
+        place + "{accepted} accepted positions, steps say {num_accepted_tokens}",
+    )
+    _first(steps, ~pl.col("prefix"), place + "an accepted position follows a rejected one")
+    _first(steps, (pl.col("last") + 1) != pl.col("drafted"), place + "positions do not count from 0")
+    _first(
+        steps,
+        pl.col("reached") != pl.min_horizontal(pl.col("accepted") + 1, pl.col("drafted")),
+        place + "{reached} positions reached with {accepted} accepted of {drafted}",
+    )
+    return "accepted positions add up to the steps' counts and do not rise"
+
+
+def _samples(body: str) -> Iterator[tuple[str, str, float]]:
+    """(metric, labels, value) of every sample in a Prometheus text."""
+    for line in body.splitlines():
+        found = None if line.startswith("#") else _SAMPLE.match(line)
+        if found:
+            yield found[1], found[2] or "", float(found[3])
+
+
+def _counters(run: Run) -> str:
+    if not run.has("scrapes"):
+        return "no server counters"
+    scrapes = run.table("scrapes").sort("cell_id", "scrape")
+    last: dict[tuple[str, str, str], float] = {}
+    for cell_id, number, body in scrapes.select("cell_id", "scrape", "body").iter_rows():
+        for name, labels, value in _samples(body):
+            if not name.endswith("_total"):
+                continue
+            key = (cell_id, name, labels)
+            if value < last.get(key, value):
+                raise _Broken(
+                    f"{cell_id} scrape {number}: counter {name}{labels} falls from {last[key]:g} "
+                    f"to {value:g} (counter_reset: the server restarted, or several processes answer)"
+                )
+            last[key] = value
+    return f"{len(last)} counters never fall"
+
+
+def _server_tokens(run: Run) -> str:
+    if not run.has("scrapes"):
+        return "no server counters"
+    client = dict(run.requests.group_by("cell_id").agg(pl.col("num_output_tokens").sum()).iter_rows())
+    checked = 0
+    for (cell_id,), scrapes in run.table("scrapes").sort("scrape").group_by("cell_id", maintain_order=True):
+        ends = [
+            sum(value for name, _, value in _samples(body) if name == "vllm:generation_tokens_total")
+            for body in (scrapes["body"][0], scrapes["body"][-1])
+        ]
+        served, counted = ends[1] - ends[0], client.get(str(cell_id), 0)
+        if served and abs(served - counted) > TOKEN_TOLERANCE * max(served, counted):
+            raise _Broken(
+                f"{cell_id}: the server generated {served:g} tokens, the requests hold {counted}: "
+                "other traffic, aborted or lost requests"
+            )
+        checked += 1
+    return f"server and requests agree within {TOKEN_TOLERANCE:.0%} in {checked} cells"
+
+
+def _chunk_times(run: Run) -> str:
+    if not run.has("chunks"):
+        return "no chunks table"
+    spans = (
+        run.table("chunks")
+        .sort("request_id", "chunk")
+        .group_by("request_id", maintain_order=True)
+        .agg(
+            first=pl.col("received_s").first(),
+            last=pl.col("received_s").last(),
+            rising=(pl.col("received_s").diff().fill_null(0) >= 0).all(),
+            gaps=pl.col("received_s").diff().sum(),
+        )
+    )
+    joined = run.requests.filter(pl.col("status") == "ok").join(
+        spans, on="request_id", how="left", maintain_order="left"
+    )
+    place = "request {request_id}: "
+    _first(joined, pl.col("first").is_null(), place + "ok without a chunk")
+    _first(joined, ~pl.col("rising"), place + "chunks arrive before their predecessors")
+    span = pl.col("last_token_s") - pl.col("first_token_s")
+    _first(
+        joined.with_columns(span=span),
+        (pl.col("gaps") - span).abs() > TIME_TOLERANCE_S + 0.01 * span,
+        place + "chunk gaps add up to {gaps:.4f} s, last minus first token is {span:.4f} s",
+    )
+    return "chunk gaps add up to last minus first token"
+
+
+def _success(run: Run) -> str:
+    ok = run.requests.filter(pl.col("status") == "ok")
+    place = "request {request_id}: ok "
+    _first(ok, pl.col("first_token_s").is_null(), place + "without a first token")
+    _first(ok, pl.col("last_token_s").is_null(), place + "without a last token")
+    _first(ok, pl.col("finish_reason").is_null(), place + "without a finish reason")
+    _first(
+        ok,
+        (pl.col("num_output_tokens").fill_null(1) < 1) | (pl.col("num_chunks").fill_null(1) < 1),
+        place + "with no token",
+    )
+    return f"{ok.height} of {run.requests.height} requests are ok, each with tokens and a finish reason"
+
+
+def _drafts(run: Run) -> str:
+    steps = run.labelled("steps")
+    base = steps.filter(pl.col("arm") == run.plan.baseline.name)
+    _first(
+        base,
+        pl.col("num_draft_tokens") > 0,
+        "request {request_id}: the baseline verified {num_draft_tokens} drafts",
+    )
+    for arm in speculating_arms(run.plan):
+        own = steps.filter(pl.col("arm") == arm.name)
+        counts = own.group_by("sampling", maintain_order=True).agg(
+            steps=pl.len(), drafts=(pl.col("num_draft_tokens") > 0).sum()
+        )
+        for sampling, num_steps, drafts in counts.iter_rows():
+            if num_steps and not drafts:
+                raise _Broken(
+                    f"speculation_inactive: {arm.name} verified no draft in {num_steps} steps under "
+                    f"{sampling}; verdicts on those requests are vacuous"
+                )
+    return "every arm drafted under every sampling setting"
+
+
+def _same_conditions(run: Run) -> str:
+    for arm in speculating_arms(run.plan):
+        reasons = [reason for reason in not_comparable(run, arm=arm.name) if "status" not in reason]
+        if reasons:
+            raise _Broken(f"{arm.name}: {reasons[0]}")
+    different = [arm.name for arm in run.plan.arms if arm.args]
+    if different:
+        return f"allowed by the plan: {', '.join(different)} differs in more than speculation"
+    return "arms share prompts, prompt tokens and cached share"
+
+
+def _unknown_is_null(run: Run) -> str:
+    failed = run.requests.filter(pl.col("status") != "ok")
+    _first(
+        failed,
+        pl.col("last_token_s").is_null() & (pl.col("num_output_tokens") == 0),
+        "request {request_id}: {status} with 0 output tokens; unknown is null",
+    )
+    if run.has("tokens"):
+        zero = degenerate_logprobs(run.table("tokens"))
+        if zero:
+            raise _Broken(f"logprobs_degenerate: all log probabilities are exactly 0 in request {zero[0]}")
+    return "no number stands for an unknown one"
+
+
+def _pooled(run: Run) -> str:
+    if not run.has("tokens"):
+        return "no tokens table"
+    means = run.table("tokens").group_by("request_id").agg(pooled=pl.col("entropy_nats").mean())
+    joined = run.requests.join(means, on="request_id", how="left", maintain_order="left")
+    _first(
+        joined,
+        (pl.col("mean_token_entropy_nats") - pl.col("pooled")).abs() > 1e-6 * (1 + pl.col("pooled")),
+        "request {request_id}: mean_token_entropy_nats {mean_token_entropy_nats:.4f}, "
+        "its tokens give {pooled:.4f}",
+    )
+    return "means of requests are those of their tokens"
+
+
+def _truncation(run: Run) -> str:
+    if run.plan.engine.kind not in IN_PROCESS:
+        return "not known for servers: the first tokens may come from a step"
+    emitted = run.steps.group_by("request_id").agg(emitted=pl.col("num_emitted_tokens").sum())
+    joined = run.requests.filter(pl.col("status") == "ok").join(
+        emitted, on="request_id", how="left", maintain_order="left"
+    )
+    joined = joined.with_columns(pl.col("emitted").fill_null(0))
+    _first(
+        joined,
+        pl.col("num_output_tokens") != 1 + pl.col("emitted"),
+        "request {request_id}: {num_output_tokens} output tokens, prefill and steps emitted 1 + {emitted}",
+    )
+    return "output tokens are 1 + those that steps emitted"
+
+
+def _tokens(run: Run) -> str:
+    if not run.has("tokens"):
+        return "no tokens table"
+    rows = (
+        run.table("tokens")
+        .sort("request_id", "index")
+        .group_by("request_id", maintain_order=True)
+        .agg(rows=pl.len().cast(pl.Int64), last=pl.col("index").max(), ids="token_id")
+    )
+    joined = run.requests.filter(pl.col("status") == "ok").join(
+        rows, on="request_id", how="left", maintain_order="left"
+    )
+    joined = joined.with_columns(pl.col("rows").fill_null(0))
+    place = "request {request_id}: "
+    _first(
+        joined,
+        (pl.col("rows") != pl.col("num_output_tokens")) | (pl.col("last") + 1 != pl.col("rows")),
+        place + "{rows} token rows, {num_output_tokens} output tokens",
+    )
+    _first(
+        joined, pl.col("ids") != pl.col("output_token_ids"), place + "token rows differ from output_token_ids"
+    )
+    return "one row a token of every answer"
+
+
+def _chunk_sums(run: Run) -> str:
+    if not run.has("chunks"):
+        return "no chunks table"
+    sums = (
+        run.table("chunks")
+        .sort("request_id", "chunk")
+        .group_by("request_id", maintain_order=True)
+        .agg(
+            chunks=pl.len().cast(pl.Int64),
+            tokens=pl.col("num_tokens").sum(),
+            known=pl.col("num_tokens").is_not_null().all(),
+            first_tokens=pl.col("num_tokens").first(),
+        )
+    )
+    joined = run.requests.filter(pl.col("status") == "ok").join(sums, on="request_id", maintain_order="left")
+    place = "request {request_id}: "
+    _first(
+        joined,
+        pl.col("chunks") != pl.col("num_chunks"),
+        place + "{chunks} chunk rows, num_chunks {num_chunks}",
+    )
+    _first(
+        joined,
+        pl.col("known") & (pl.col("tokens") != pl.col("num_output_tokens")),
+        place + "chunks hold {tokens} tokens, the answer {num_output_tokens}",
+    )
+    _first(
+        joined,
+        pl.col("first_tokens") != pl.col("num_first_chunk_tokens"),
+        place + "first chunk holds {first_tokens} tokens, num_first_chunk_tokens {num_first_chunk_tokens}",
+    )
+    return "chunks add up to the answers"
+
+
+def _batches(run: Run) -> str:
+    if not run.has("engine_steps"):
+        return "no engine_steps table"
+    counted = (
+        run.steps.filter(pl.col("engine_step").is_not_null())
+        .group_by("cell_id", "engine_step")
+        .agg(requests=pl.len().cast(pl.Int64))
+    )
+    joined = run.table("engine_steps").join(
+        counted, on=["cell_id", "engine_step"], how="left", maintain_order="left"
+    )
+    joined = joined.with_columns(pl.col("requests").fill_null(0))
+    _first(
+        joined,
+        pl.col("requests") != pl.col("batch_size"),
+        "{cell_id} engine step {engine_step}: batch_size {batch_size}, {requests} requests have a step in it",
+    )
+    orphans = counted.join(run.table("engine_steps"), on=["cell_id", "engine_step"], how="anti")
+    _first(orphans, pl.lit(True), "{cell_id} engine step {engine_step}: steps name it but it has no row")
+    return "batch sizes are the numbers of requests in them"
+
+
+_INVARIANTS: Final[tuple[tuple[str, tuple[str, ...], Callable[[Run], str]], ...]] = (
+    ("I1 acceptance in range", ("steps",), _acceptance_range),
+    ("I2 positions add up", ("steps", "positions"), _positions),
+    ("I3 counters never fall", ("scrapes",), _counters),
+    ("I4 server and client tokens", ("requests", "scrapes"), _server_tokens),
+    ("I5 chunk gaps add up", ("requests", "chunks"), _chunk_times),
+    ("I6 success has tokens", ("requests",), _success),
+    ("I7 drafts in the judged requests", ("requests", "steps"), _drafts),
+    ("I8 arms share conditions", ("requests",), _same_conditions),
+    ("I9 unknown is null", ("requests", "tokens"), _unknown_is_null),
+    ("I10 pooled means", ("requests", "tokens"), _pooled),
+    ("output tokens and steps", ("requests", "steps"), _truncation),
+    ("token rows", ("requests", "tokens"), _tokens),
+    ("chunk sums", ("requests", "chunks"), _chunk_sums),
+    ("batch sizes", ("steps", "engine_steps"), _batches),
+)

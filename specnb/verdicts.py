@@ -1,0 +1,939 @@
+"""Claims and verdicts: what a run says, as sentences with their evidence and machine-readable.
+
+Each claim is supported, not supported or inconclusive; the final verdict is adopt, adopt up
+to concurrency N, canary first, do not adopt, or inconclusive. Every one can come out
+either way. Reads runs through the estimators below it; imports no engine, no chart and no
+notebook, so that the same code serves the report, the gate and CI.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import numpy as np
+import polars as pl
+import yaml
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specnb.acceptance import suffix_decay
+from specnb.config import Arm
+from specnb.equivalence import (
+    Outcome,
+    judge_equivalence,
+    near_tie_threshold,
+    not_comparable,
+    refusal,
+    speculating_arms,
+)
+from specnb.errors import PlanError
+from specnb.latency import latency_quantiles, speedup_table
+from specnb.records import Run
+from specnb.stats import Estimate, cluster_bootstrap, cluster_sums, wilson_estimate
+
+VERDICT_SCHEMA_VERSION: Final = 1
+CLAIM_VERDICTS: Final = ("supported", "not supported", "inconclusive")
+FINAL_VERDICTS: Final = (
+    "adopt",
+    "adopt up to concurrency N",
+    "canary first",
+    "do not adopt",
+    "inconclusive",
+)
+EXIT_ADOPT: Final = 0
+EXIT_DO_NOT_ADOPT: Final = 1
+EXIT_UNDECIDED: Final = 3
+
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+
+class Policy(BaseModel):
+    """Thresholds of every verdict. Read one from YAML with `read_policy`; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    arm: str | None = Field(default=None, description="arm that the gate judges; null: every arm must pass")
+    target_concurrency: int | None = Field(
+        default=None, ge=1, description="concurrency that must be reached; null: any that was measured"
+    )
+    minimum_speedup: float = Field(
+        default=1.05, gt=0, description="the lower end of the speedup's interval must reach it"
+    )
+    minimum_prompts: int = Field(
+        default=20, ge=5, description="distinct prompts below which nothing is adopted"
+    )
+    minimum_repeats: int = Field(default=2, ge=1, description="repeats below which a canary comes first")
+    max_error_rate: Rate = Field(default=0.01, description="largest share of failed requests of the arm")
+    max_tail_ratio: float = Field(
+        default=1.2, gt=0, description="largest P95 of end-to-end latency, arm over baseline"
+    )
+    max_length_drift: float = Field(
+        default=0.1, gt=0, description="largest deviation of the output-length ratio from 1"
+    )
+    negligible_slope: float = Field(
+        default=0.02, ge=0, description="logits per position: a trend above minus this is no decay"
+    )
+    negligible_hit_rate_gap: float = Field(
+        default=0.02, ge=0, description="a fall of the hit rate below this is no fall"
+    )
+    significance: float = Field(default=0.01, gt=0, lt=1, description="level of the equivalence tests")
+    level: float = Field(default=0.95, gt=0, lt=1, description="coverage of every interval")
+    seed: int = Field(default=0, ge=0, description="of resampling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One question about one arm, its answer and the evidence.
+
+    Attributes
+    ----------
+    arm
+        Arm it is about.
+    question
+        The question, ending in "?".
+    verdict
+        One of `CLAIM_VERDICTS`, `equivalence.OUTCOMES` or `FINAL_VERDICTS` (with its number).
+    sentence
+        One sentence that names arm, estimate, interval, n, threshold and concurrency.
+    estimate
+        The number judged; None where there is none.
+    threshold
+        What it was compared with; None where no number decides.
+    n
+        Denominator of the estimate.
+    chart
+        Short name of the claim in charts: suffix decay, entropy, speedup, equivalence, verdict.
+    reasons
+        Further facts that decided, worst first.
+    max_concurrency
+        Largest concurrency up to which the claim holds; None where that has no meaning.
+    not_measured
+        What the question would also need and the run does not hold.
+    """
+
+    arm: str
+    question: str
+    verdict: str
+    sentence: str
+    estimate: Estimate | None
+    threshold: float | None
+    n: int
+    chart: str
+    reasons: tuple[str, ...] = ()
+    max_concurrency: int | None = None
+    not_measured: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.question.endswith("?"):
+            raise ValueError(f"question {self.question!r} does not end in '?'")
+        if not self.sentence.endswith("."):
+            raise ValueError(f"sentence {self.sentence!r} does not end in '.'")
+
+    def _repr_markdown_(self) -> str:
+        reasons = "".join(f"\n- {reason}" for reason in self.reasons)
+        return f"**{self.verdict}** ({self.arm}): {self.sentence}" + (f"\n{reasons}" if reasons else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The claim as strict JSON content."""
+        return {
+            "question": self.question,
+            "claim": self.chart,
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "estimate": self.estimate.as_row() if self.estimate else None,
+            "threshold": self.threshold,
+            "n": self.n,
+            "reasons": list(self.reasons),
+        }
+
+
+def read_policy(path: Path | str) -> Policy:
+    """The policy in a YAML file, validated as strictly as a plan.
+
+    Raises
+    ------
+    PlanError
+        Missing or bad file, unknown key, wrong type or range; one line with file and key.
+    """
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{path}: can't read the policy ({error.strerror}); give the path of a YAML file"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise PlanError(f"{path}: a policy is a mapping of keys ({', '.join(Policy.model_fields)})")
+    try:
+        return Policy.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            raise PlanError(
+                f"{path}: unknown key '{key}'; known keys: {', '.join(Policy.model_fields)}"
+            ) from error
+        raise PlanError(f"{path}: {key}: {problem['msg']}, got {problem['input']!r}") from error
+
+
+def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
+    """Whether later drafts in a block are accepted less often, given that they are reached; one claim an arm.
+
+    Supported if the whole interval of the logit slope is below 0; not supported if all of it is above
+    `-negligible_slope`; else inconclusive. Judged on the first sampling setting in which the arm drafted.
+
+    Parameters
+    ----------
+    run
+        A run.
+    policy
+        Thresholds; defaults if None.
+    """
+    policy = policy or Policy()
+    question = "Does the chance of acceptance fall along the draft block?"
+    claims = []
+    for arm in speculating_arms(run.plan):
+        problem = _unusable(run, arm)
+        steps = _drafted_steps(run, arm.name)
+        if problem or steps.is_empty():
+            reason = problem or _inactive(run, arm.name)
+            claims.append(_without_estimate(arm.name, question, "suffix decay", reason))
+            continue
+        sampling = steps["sampling"][0]
+        steps = steps.filter(pl.col("sampling") == sampling)
+        rng = _generator(policy, "suffix decay", arm.name)
+        row = suffix_decay(steps, by=(), level=policy.level, rng=rng).row(0, named=True)
+        estimate = _estimate(row)
+        verdict = _falls(estimate, minimum_gap=policy.negligible_slope)
+        said = {
+            "supported": "later drafts are accepted less often",
+            "not supported": "later drafts are accepted as often as early ones",
+            "inconclusive": "the data do not show whether later drafts are accepted less often",
+        }[verdict]
+        claims.append(
+            Claim(
+                arm=arm.name,
+                question=question,
+                verdict=verdict,
+                sentence=(
+                    f"{arm.name}: {said}: the logit of the conditional acceptance rate changes by "
+                    f"{_number(estimate, '+.3f')} a position over {estimate.n:,} reached drafts of "
+                    f"{estimate.n_clusters} prompts ({sampling}, {_concurrency(steps)}; decay is supported "
+                    f"below 0 and ruled out above {-policy.negligible_slope:g})."
+                ),
+                estimate=estimate,
+                threshold=0.0,
+                n=estimate.n,
+                chart="suffix decay",
+                reasons=_estimate_reasons(estimate),
+            )
+        )
+    return tuple(claims)
+
+
+def entropy_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
+    """Whether drafts hit less often where the target is less certain; one claim an arm.
+
+    The estimate is the conditional acceptance rate in the lower half of the target's entropies minus that
+    in the upper half (halves of the arm's tried tokens; without a tokens table, the lowest entropy tier
+    against the highest). Supported if its interval is above 0; not supported if it is below
+    `negligible_hit_rate_gap`; else inconclusive.
+
+    Parameters
+    ----------
+    run
+        A run.
+    policy
+        Thresholds; defaults if None.
+    """
+    policy = policy or Policy()
+    question = "Do drafts hit less often where the target is less certain?"
+    claims = []
+    for arm in speculating_arms(run.plan):
+        problem = _unusable(run, arm)
+        tried, split = _tried_by_certainty(run, arm.name)
+        if problem or tried.is_empty():
+            reason = problem or split or _inactive(run, arm.name)
+            claims.append(_without_estimate(arm.name, question, "entropy", reason))
+            continue
+        estimate = _hit_rate_gap(tried, policy, _generator(policy, "entropy", arm.name))
+        verdict = _rises(estimate, minimum_gap=policy.negligible_hit_rate_gap)
+        said = {
+            "supported": "drafts hit less often where the target is less certain",
+            "not supported": "drafts hit as often where the target is less certain",
+            "inconclusive": "the data do not show whether certainty of the target matters",
+        }[verdict]
+        rates = tried.group_by("certain").agg(
+            pl.col("num_hits").sum(),
+            pl.col("num_tried").sum(),
+            rate=pl.col("num_hits").sum() / pl.col("num_tried").sum(),
+        )
+        rate = dict(rates.select("certain", "rate").iter_rows())
+        claims.append(
+            Claim(
+                arm=arm.name,
+                question=question,
+                verdict=verdict,
+                sentence=(
+                    f"{arm.name}: {said}: the hit rate is {_rate(rate.get(True))} in the {split} "
+                    f"and {_rate(rate.get(False))} in the rest, a gap of {_number(estimate, '+.3f')} over "
+                    f"{estimate.n:,} tried tokens of {estimate.n_clusters} prompts ({_concurrency(tried)}; "
+                    f"supported above 0, ruled out below {policy.negligible_hit_rate_gap:g})."
+                ),
+                estimate=estimate,
+                threshold=0.0,
+                n=estimate.n,
+                chart="entropy",
+                reasons=_estimate_reasons(estimate),
+            )
+        )
+    return tuple(claims)
+
+
+def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
+    """Whether an arm is faster than the baseline, and up to which concurrency; one claim an arm.
+
+    At each concurrency the headline speedup (ratio of totals, all entropy tiers pooled) is judged in
+    every sampling setting measured there, and the worst lower end counts. `max_concurrency` is the
+    largest N such that at every measured concurrency up to N that end reaches `minimum_speedup`.
+    Supported if the concurrency in question (`target_concurrency`, else the lowest measured) is within
+    it; not supported if there the whole interval of some setting is below `minimum_speedup`; else
+    inconclusive.
+
+    Parameters
+    ----------
+    run
+        A run.
+    policy
+        Thresholds; defaults if None.
+    """
+    policy = policy or Policy()
+    question = "Is it faster than the target alone, and up to which concurrency?"
+    claims = []
+    for arm in speculating_arms(run.plan):
+        problem = _unusable(run, arm)
+        if problem:
+            claims.append(_without_estimate(arm.name, question, "speedup", problem))
+            continue
+        claims.append(_speedup_claim(run, arm.name, question, policy))
+    return tuple(claims)
+
+
+def equivalence_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
+    """Whether an arm's answers are the target's; one claim an arm, its verdict one of `equivalence.OUTCOMES`.
+
+    Parameters
+    ----------
+    run
+        A run.
+    policy
+        Thresholds; defaults if None.
+
+    See Also
+    --------
+    specnb.equivalence.judge_equivalence : the rules.
+    """
+    policy = policy or Policy()
+    return tuple(_equivalence_claim(run, arm.name, policy) for arm in speculating_arms(run.plan))
+
+
+def final_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
+    """Whether to put an arm in front of its target; one claim an arm.
+
+    In this order: `inconclusive` if the run is unfinished, modelled, its arms can't be compared, nothing
+    was drafted, or fewer than `minimum_prompts` prompts took part; `do not adopt` if answers are not
+    equivalent, if the error rate is above `max_error_rate` with its whole interval, or if the speedup is
+    not supported; `inconclusive` if the speedup is; `canary first` if equivalence is inconclusive, there
+    are fewer than `minimum_repeats` repeats, or errors, the latency tail or answer lengths are outside the
+    policy; else `adopt`, or `adopt up to concurrency N` if the speedup was not shown at the highest
+    measured concurrency.
+
+    Parameters
+    ----------
+    run
+        A run.
+    policy
+        Thresholds; defaults if None.
+    """
+    policy = policy or Policy()
+    speedups = {claim.arm: claim for claim in speedup_verdict(run, policy)}
+    equivalences = {claim.arm: claim for claim in equivalence_verdict(run, policy)}
+    return tuple(
+        _final_claim(run, arm, speedups[arm.name], equivalences[arm.name], policy)
+        for arm in speculating_arms(run.plan)
+    )
+
+
+def verdict_json(run: Run, policy: Policy | None = None) -> dict[str, Any]:
+    """The verdict of every arm as strict JSON content (`verdict_schema` describes it).
+
+    Returns
+    -------
+    dict
+        schema_version, run_id, status, modelled, simulated, policy, conditions, arms: for each arm
+        verdict, max_concurrency, sentence, claims, reasons, not_measured. Undefined numbers are null.
+    """
+    policy = policy or Policy()
+    final = final_verdict(run, policy)
+    # Claims come in the order of the questions: speed, equivalence, then what explains them.
+    parts: dict[str, list[dict[str, Any]]] = {claim.arm: [] for claim in final}
+    for verdict in (speedup_verdict, equivalence_verdict, suffix_decay_verdict, entropy_verdict):
+        for claim in verdict(run, policy):
+            parts[claim.arm].append(claim.as_dict())
+    content = {
+        "schema_version": VERDICT_SCHEMA_VERSION,
+        "run_id": run.run_id,
+        "status": run.status,
+        "modelled": run.modelled,
+        "simulated": _simulated(run),
+        "policy": policy.model_dump(mode="json"),
+        "conditions": _conditions(run),
+        "arms": [
+            {
+                "arm": claim.arm,
+                "verdict": claim.verdict,
+                "max_concurrency": claim.max_concurrency,
+                "sentence": claim.sentence,
+                "claims": parts[claim.arm],
+                "conditions": _arm_conditions(run, claim.arm),
+                "reasons": list(claim.reasons),
+                "not_measured": list(claim.not_measured),
+            }
+            for claim in final
+        ],
+    }
+    json.dumps(content, allow_nan=False)
+    return content
+
+
+def verdict_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of `verdict_json`."""
+    text = files("specnb").joinpath("verdict.schema.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def verdict_overview(run: Run, policy: Policy | None = None) -> pl.DataFrame:
+    """Every claim's verdict by arm, for the overview chart: arm, claim, verdict, sentence."""
+    found = [
+        *final_verdict(run, policy),
+        *speedup_verdict(run, policy),
+        *equivalence_verdict(run, policy),
+        *suffix_decay_verdict(run, policy),
+        *entropy_verdict(run, policy),
+    ]
+    return pl.DataFrame(
+        [(claim.arm, claim.chart, claim.verdict, claim.sentence) for claim in found],
+        schema=dict.fromkeys(("arm", "claim", "verdict", "sentence"), pl.String),
+        orient="row",
+    )
+
+
+def gate_exit_code(verdict: Mapping[str, Any], policy: Policy | None = None) -> int:
+    """Exit code of the gate: 0 adopt, 1 do not adopt, 3 undecided.
+
+    Parameters
+    ----------
+    verdict
+        From `verdict_json`.
+    policy
+        `arm` names the arm judged (None: all must pass); `target_concurrency` must be reached by an arm's
+        `max_concurrency`.
+
+    Raises
+    ------
+    PlanError
+        The policy names an arm that the verdict does not hold.
+    """
+    policy = policy or Policy()
+    arms = list(verdict["arms"])
+    if policy.arm is not None:
+        known = ", ".join(arm["arm"] for arm in arms) or "none"
+        arms = [arm for arm in arms if arm["arm"] == policy.arm]
+        if not arms:
+            raise PlanError(f"policy: arm '{policy.arm}' is not judged in this run; it has {known}")
+    codes = [_exit_code(arm, policy) for arm in arms]
+    if EXIT_DO_NOT_ADOPT in codes:
+        return EXIT_DO_NOT_ADOPT
+    return EXIT_ADOPT if codes and set(codes) == {EXIT_ADOPT} else EXIT_UNDECIDED
+
+
+def _exit_code(arm: Mapping[str, Any], policy: Policy) -> int:
+    if arm["verdict"] == "do not adopt":
+        return EXIT_DO_NOT_ADOPT
+    if not arm["verdict"].startswith("adopt"):
+        return EXIT_UNDECIDED
+    reached = policy.target_concurrency is None or (arm["max_concurrency"] or 0) >= policy.target_concurrency
+    return EXIT_ADOPT if reached else EXIT_UNDECIDED
+
+
+def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
+    table = speedup_table(
+        run.requests.filter(pl.col("arm").is_in([arm, run.plan.baseline.name])),
+        baseline=run.plan.baseline.name,
+        by=("arm", "sampling", "concurrency"),
+        level=policy.level,
+        rng=_generator(policy, "speedup", arm),
+    )
+    headline = table.filter(pl.col("metric") == "throughput_speedup").sort("concurrency", maintain_order=True)
+    if headline.is_empty():
+        return _without_estimate(arm, question, "speedup", "no finished request in both arms")
+    reached = _max_concurrency(headline, policy)
+    levels = sorted(set(headline["concurrency"]))
+    judged = policy.target_concurrency or levels[0]
+    rows = headline.filter(pl.col("concurrency") == judged).to_dicts()
+    if not rows:
+        return _without_estimate(
+            arm,
+            question,
+            "speedup",
+            f"concurrency {judged} was not measured ({', '.join(map(str, levels))} were)",
+        )
+    worst = min(rows, key=lambda row: -math.inf if row["low"] is None else row["low"])
+    estimate = _estimate(worst)
+    few = estimate.n_clusters < policy.minimum_prompts
+    if few or estimate.low is None:
+        verdict, reached = "inconclusive", None
+    elif reached is not None and judged <= reached:
+        verdict = "supported"
+    elif any(row["high"] is not None and row["high"] < policy.minimum_speedup for row in rows):
+        verdict = "not supported"
+        worst = min(rows, key=lambda row: math.inf if row["high"] is None else row["high"])
+        estimate = _estimate(worst)
+    else:
+        verdict = "inconclusive"
+    if verdict == "supported" and reached is not None:
+        above = [level for level in levels if level > reached]
+        said = (
+            f"faster up to concurrency {reached}, not shown at {_listed(above)}"
+            if above
+            else f"faster at every measured concurrency ({_listed(levels)})"
+        )
+    elif verdict == "not supported":
+        said = "not faster by the margin asked for"
+    else:
+        said = "the data do not show whether it is faster"
+    reasons = [
+        f"{row['sampling']} at concurrency {row['concurrency']}: {_number(_estimate(row), '.2f')}"
+        for row in headline.iter_rows(named=True)
+    ]
+    if few:
+        reasons.insert(0, f"{estimate.n_clusters} distinct prompts, {policy.minimum_prompts} are needed")
+    reasons += _length_reasons(table, policy)
+    return Claim(
+        arm=arm,
+        question=question,
+        verdict=verdict,
+        sentence=(
+            f"{arm}: {said}: {_number(estimate, '.2f')} times the baseline's tokens a second at "
+            f"concurrency {judged} ({worst['sampling']}, {estimate.n} requests of {estimate.n_clusters} prompts, "
+            f"{estimate.method}; the lower end must reach {policy.minimum_speedup:g})."
+        ),
+        estimate=estimate,
+        threshold=policy.minimum_speedup,
+        n=estimate.n,
+        chart="speedup",
+        reasons=(*_estimate_reasons(estimate), *reasons),
+        max_concurrency=reached,
+    )
+
+
+def _max_concurrency(headline: pl.DataFrame, policy: Policy) -> int | None:
+    """Largest concurrency such that the worst lower end reaches the minimum at it and at all below."""
+    reached = None
+    for (concurrency,), group in headline.sort("concurrency").group_by("concurrency", maintain_order=True):
+        low = [-math.inf if value is None else value for value in group["low"]]
+        if min(low) < policy.minimum_speedup or min(group["n_clusters"]) < policy.minimum_prompts:
+            break
+        reached = int(str(concurrency))
+    return reached
+
+
+def _length_reasons(table: pl.DataFrame, policy: Policy) -> list[str]:
+    return [
+        f"output lengths differ: the arm wrote {row['value']:.2f} times the baseline's tokens "
+        f"({row['sampling']}, concurrency {row['concurrency']}); a ratio of latencies would mislead"
+        for row in table.filter(pl.col("metric") == "output_length_ratio").iter_rows(named=True)
+        if row["value"] is not None and abs(row["value"] - 1) > policy.max_length_drift
+    ]
+
+
+def _equivalence_claim(run: Run, arm: str, policy: Policy) -> Claim:
+    found = judge_equivalence(
+        run,
+        arm=arm,
+        rng=_generator(policy, "equivalence", arm),
+        minimum_prompts=policy.minimum_prompts,
+        significance=policy.significance,
+        level=policy.level,
+    )
+    return Claim(
+        arm=arm,
+        question="Are its answers those of the target alone?",
+        verdict=found.outcome,
+        sentence=_equivalence_sentence(run, found),
+        estimate=found.match,
+        threshold=found.near_tie_nats,
+        n=found.num_prompts,
+        chart="equivalence",
+        reasons=found.reasons,
+        not_measured=found.not_measured,
+    )
+
+
+def _equivalence_sentence(run: Run, found: Outcome) -> str:
+    levels = _listed(sorted(set(run.requests.filter(pl.col("arm") == found.arm)["concurrency"])))
+    evidence = (
+        f"{found.num_prompts} distinct prompts at concurrency {levels}"
+        if found.match is None
+        else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy answer "
+        f"in their first pair at the lowest concurrency; over concurrency {levels} {found.num_mismatched} "
+        f"differ in some pair, {found.num_clear} of them with a margin above {found.near_tie_nats:g} nats"
+    )
+    said = {
+        "equivalent": "answers are those of the target",
+        "equivalent up to numerics": "answers are those of the target up to rounding",
+        "not equivalent": "answers are not those of the target",
+        "inconclusive": "equivalence is not shown",
+        "vacuous": "nothing was speculated in the judged requests, so equivalence was not tested",
+        "refused": "equivalence is not judged",
+    }[found.outcome]
+    reason = f"; {found.reasons[0]}" if found.reasons and found.outcome not in ("equivalent",) else ""
+    return f"{found.arm}: {said} ({evidence}){reason}."
+
+
+def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy: Policy) -> Claim:
+    prompts = run.requests.filter(pl.col("arm") == arm.name)["prompt_id"].n_unique()
+    levels = sorted(set(run.requests.filter(pl.col("arm") == arm.name)["concurrency"]))
+    errors, error_reason = _errors(run, arm.name, policy)
+    tail_reasons, tail_missing = _tail(run, arm.name, policy, up_to=speedup.max_concurrency)
+    stoppers = []
+    if refused := refusal(run, arm=arm.name):
+        stoppers.append(f"refused: {refused}")
+    if not stoppers:
+        stoppers += not_comparable(run, arm=arm.name)
+    if _drafted_steps(run, arm.name).is_empty():
+        stoppers.append(_inactive(run, arm.name))
+    elif equivalence.verdict == "vacuous":
+        stoppers.append(equivalence.reasons[0])
+    if prompts < policy.minimum_prompts:
+        stoppers.append(f"{prompts} distinct prompts took part, {policy.minimum_prompts} are needed")
+    rejections = []
+    if equivalence.verdict == "not equivalent":
+        rejections.append(f"not equivalent: {equivalence.reasons[0]}")
+    if errors.low is not None and errors.low > policy.max_error_rate:
+        rejections.append(error_reason)
+    if speedup.verdict == "not supported":
+        rejections.append(_clause(speedup))
+    cautions = []
+    if equivalence.verdict == "inconclusive":
+        cautions.append(f"equivalence is inconclusive: {equivalence.reasons[0]}")
+    if run.plan.repeats < policy.minimum_repeats:
+        cautions.append(f"{_runs(run.plan.repeats)}, so run-to-run variation is unknown")
+    if errors.value is not None and errors.value > policy.max_error_rate and not rejections:
+        cautions.append(error_reason)
+    cautions += tail_reasons
+    cautions += [reason for reason in speedup.reasons if reason.startswith("output lengths differ")][:1]
+
+    reached = None
+    if stoppers:
+        verdict, deciding = "inconclusive", [*stoppers, *rejections]
+    elif rejections:
+        verdict, deciding = "do not adopt", rejections
+    elif speedup.verdict != "supported":
+        verdict, deciding = "inconclusive", [f"speedup is inconclusive: {_clause(speedup)}", *cautions]
+    else:
+        reached = speedup.max_concurrency
+        deciding = cautions
+        if cautions:
+            verdict = "canary first"
+        elif reached == levels[-1]:
+            verdict = "adopt"
+        else:
+            verdict = f"adopt up to concurrency {reached}"
+    notes = [f"speedup: {_clause(speedup)}", f"equivalence: {equivalence.verdict}"]
+    return Claim(
+        arm=arm.name,
+        question="Should this drafter go in front of this target, and up to which concurrency?",
+        verdict=verdict,
+        sentence=_final_sentence(arm.name, verdict, deciding, speedup, equivalence),
+        estimate=speedup.estimate,
+        threshold=policy.minimum_speedup,
+        n=speedup.n,
+        chart="verdict",
+        reasons=tuple(dict.fromkeys([*deciding, *notes])),
+        max_concurrency=reached,
+        not_measured=(*equivalence.not_measured, *tail_missing, *_never_measured(run)),
+    )
+
+
+def _final_sentence(
+    arm: str, verdict: str, deciding: Sequence[str], speedup: Claim, equivalence: Claim
+) -> str:
+    if verdict.startswith("adopt"):
+        where = (
+            "at every measured concurrency"
+            if verdict == "adopt"
+            else f"up to concurrency {speedup.max_concurrency}"
+        )
+        return (
+            f"{arm}: adopt it {where}: {_clause(speedup)}, and its answers are {equivalence.verdict} "
+            f"({equivalence.n} distinct prompts)."
+        )
+    said = {
+        "canary first": f"try it on a canary first (up to concurrency {speedup.max_concurrency})",
+        "do not adopt": "do not adopt it",
+        "inconclusive": "this run can't say",
+    }[verdict]
+    return f"{arm}: {said}, because {deciding[0].rstrip('.')}."
+
+
+def _clause(speedup: Claim) -> str:
+    """The speedup claim's sentence without the arm's name and the full stop."""
+    return speedup.sentence.removeprefix(f"{speedup.arm}: ").rstrip(".")
+
+
+def _errors(run: Run, arm: str, policy: Policy) -> tuple[Estimate, str]:
+    own = run.requests.filter(pl.col("arm") == arm)
+    failed = own.filter(pl.col("status") != "ok").height
+    estimate = wilson_estimate(failed, own.height, level=policy.level, n_clusters=own["prompt_id"].n_unique())
+    return estimate, (
+        f"{failed} of {own.height} requests failed ({_number(estimate, '.1%')}; at most "
+        f"{policy.max_error_rate:.1%} may)"
+    )
+
+
+def _tail(run: Run, arm: str, policy: Policy, *, up_to: int | None) -> tuple[list[str], list[str]]:
+    """Where the arm's P95 latency is too far above the baseline's, and what could not be compared."""
+    requests = run.requests.filter(pl.col("arm").is_in([arm, run.plan.baseline.name]))
+    if up_to is not None:
+        requests = requests.filter(pl.col("concurrency") <= up_to)
+    table = latency_quantiles(requests, by=("arm", "sampling", "concurrency"), level=policy.level)
+    table = table.filter(pl.col("metric") == "e2e_s", pl.col("quantile") == 0.95)
+    own = table.filter(pl.col("arm") == arm)
+    other = table.filter(pl.col("arm") == run.plan.baseline.name)
+    pairs = own.join(other, on=["sampling", "concurrency"], suffix="_baseline", maintain_order="left")
+    reasons = [
+        f"P95 end-to-end latency is {row['value'] / row['value_baseline']:.2f} times the baseline's "
+        f"({row['sampling']}, concurrency {row['concurrency']}, {row['n']} requests; at most "
+        f"{policy.max_tail_ratio:g})"
+        for row in pairs.iter_rows(named=True)
+        if row["value"] is not None
+        and row["value_baseline"]
+        and row["value"] > policy.max_tail_ratio * row["value_baseline"]
+    ]
+    unknown = pairs.filter(pl.col("value").is_null() | pl.col("value_baseline").is_null()).height
+    return reasons, [
+        f"P95 latency in {unknown} of {pairs.height} cells (too few requests)"
+    ] if unknown else []
+
+
+def _never_measured(run: Run) -> list[str]:
+    missing = ["stability over hours", "odd prompts and overload (robustness)"]
+    if not run.has("telemetry"):
+        missing.append("memory")
+    if run.plan.price is None:
+        missing.append("cost (the plan has no price)")
+    return missing
+
+
+def _unusable(run: Run, arm: Arm) -> str | None:
+    problems = not_comparable(run, arm=arm.name)
+    return problems[0] if problems else None
+
+
+def _inactive(run: Run, arm: str) -> str:
+    steps = run.steps.filter(pl.col("arm") == arm)
+    return f"speculation_inactive: no draft was verified in {steps.height:,} target steps of {arm}"
+
+
+def _drafted_steps(run: Run, arm: str) -> pl.DataFrame:
+    return run.labelled("steps").filter(pl.col("arm") == arm, pl.col("num_draft_tokens") > 0)
+
+
+def _tried_by_certainty(run: Run, arm: str) -> tuple[pl.DataFrame, str]:
+    """Tried drafts of an arm with `certain`, num_hits and num_tried, and how the halves are named."""
+    keys = ["prompt_id", "repeat", "concurrency"]
+    tokens = run.labelled("tokens").filter(
+        pl.col("arm") == arm, pl.col("origin").is_in(["accepted", "recovered"])
+    )
+    if tokens.height:
+        middle = float(np.median(tokens["entropy_nats"].to_numpy()))
+        tried = tokens.select(
+            *keys,
+            certain=pl.col("entropy_nats") <= middle,
+            num_hits=(pl.col("origin") == "accepted").cast(pl.Int64),
+            num_tried=pl.lit(1, dtype=pl.Int64),
+        )
+        return tried, f"half of tokens with the lowest entropy (up to {middle:.2f} nats)"
+    steps = _drafted_steps(run, arm)
+    tiers = [tier for tier in ("low", "medium", "high") if tier in set(steps["entropy_tier"])]
+    if steps.is_empty():
+        return steps.select(keys), ""
+    if len(tiers) < 2:
+        return steps.select(keys).clear(), "entropy was not recorded and the prompts are of one tier"
+    kept = steps.filter(pl.col("entropy_tier").is_in([tiers[0], tiers[-1]]))
+    accepted, drafted = pl.col("num_accepted_tokens"), pl.col("num_draft_tokens")
+    tried = kept.select(
+        *keys,
+        certain=pl.col("entropy_tier") == tiers[0],
+        num_hits=accepted,
+        num_tried=pl.min_horizontal(accepted + 1, drafted),
+    )
+    return tried, f"{tiers[0]}-entropy tier (compared with the {tiers[-1]} one alone)"
+
+
+def _hit_rate_gap(tried: pl.DataFrame, policy: Policy, rng: np.random.Generator) -> Estimate:
+    table = tried.with_columns(
+        hits_certain=pl.when("certain").then("num_hits").otherwise(0),
+        tried_certain=pl.when("certain").then("num_tried").otherwise(0),
+        hits_rest=pl.when("certain").then(0).otherwise("num_hits"),
+        tried_rest=pl.when("certain").then(0).otherwise("num_tried"),
+    )
+    names = ["hits_certain", "tried_certain", "hits_rest", "tried_rest"]
+    (group,) = cluster_sums(table, by=(), sums=names)
+
+    def gap(totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(
+            totals[..., 0] / totals[..., 1] - totals[..., 2] / totals[..., 3], dtype=np.float64
+        )[..., None]
+
+    (interval,) = cluster_bootstrap(group.sums, gap, level=policy.level, rng=rng)
+    return Estimate(
+        value=interval.value,
+        low=interval.low,
+        high=interval.high,
+        level=policy.level,
+        n=int(tried["num_tried"].sum()),
+        n_clusters=tried["prompt_id"].n_unique(),
+        method=interval.method,
+        reason="one half has no tried token" if interval.value is None else interval.reason,
+    )
+
+
+def _falls(estimate: Estimate, *, minimum_gap: float) -> str:
+    if estimate.low is None or estimate.high is None:
+        return "inconclusive"
+    if estimate.high < 0:
+        return "supported"
+    return "not supported" if estimate.low > -minimum_gap else "inconclusive"
+
+
+def _rises(estimate: Estimate, *, minimum_gap: float) -> str:
+    if estimate.low is None or estimate.high is None:
+        return "inconclusive"
+    if estimate.low > 0:
+        return "supported"
+    return "not supported" if estimate.high < minimum_gap else "inconclusive"
+
+
+def _without_estimate(arm: str, question: str, chart: str, reason: str) -> Claim:
+    return Claim(
+        arm=arm,
+        question=question,
+        verdict="inconclusive",
+        sentence=f"{arm}: no answer from this run, because {reason.rstrip('.')}.",
+        estimate=None,
+        threshold=None,
+        n=0,
+        chart=chart,
+        reasons=(reason,),
+    )
+
+
+def _estimate(row: Mapping[str, Any]) -> Estimate:
+    names = ("value", "low", "high", "level", "n", "n_clusters", "method", "reason")
+    return Estimate(**{name: row[name] for name in names})
+
+
+def _estimate_reasons(estimate: Estimate) -> tuple[str, ...]:
+    return (f"no interval: {estimate.reason}",) if estimate.low is None and estimate.reason else ()
+
+
+def _number(estimate: Estimate, spec: str) -> str:
+    """Estimate and interval as text; says so where either is missing."""
+    if estimate.value is None:
+        return f"n/a ({estimate.reason})"
+    value = format(estimate.value, spec)
+    if estimate.low is None or estimate.high is None:
+        return f"{value} (no interval: {estimate.reason})"
+    return f"{value} [{format(estimate.low, spec)}, {format(estimate.high, spec)}]"
+
+
+def _rate(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def _listed(values: Sequence[object]) -> str:
+    names = [str(value) for value in values]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "none"
+
+
+def _concurrency(frame: pl.DataFrame) -> str:
+    return f"concurrency {_listed(sorted(set(frame['concurrency'])))}"
+
+
+def _runs(repeats: int) -> str:
+    return "single run" if repeats == 1 else f"{repeats} repeats"
+
+
+def _generator(policy: Policy, *parts: str) -> np.random.Generator:
+    """One stream a claim, so that the order in which claims are asked for changes nothing."""
+    digest = hashlib.sha256("\x1f".join((str(policy.seed), *parts)).encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "big"))
+
+
+def _simulated(run: Run) -> bool:
+    return bool((run.manifest.get("engine") or {}).get("simulated", False))
+
+
+def _conditions(run: Run) -> dict[str, Any]:
+    """What every number depends on; unknown is null with the key kept."""
+    requests = run.requests
+    engine = run.manifest.get("engine") or {}
+    cached, total = requests.select(pl.col("num_cached_tokens", "num_prompt_tokens").sum()).row(0)
+    unknown = requests["num_cached_tokens"].null_count() == requests.height
+    repeats = run.plan.repeats
+    return {
+        "target": run.plan.target.model
+        if not Path(run.plan.target.model).is_absolute()
+        else Path(run.plan.target.model).name,
+        "dtype": (engine.get("target") or {}).get("dtype") or run.plan.target.dtype,
+        "engine": run.plan.engine.kind,
+        "device": engine.get("device"),
+        "versions": run.manifest.get("versions"),
+        "dataset": Path(run.plan.workload.set).name,
+        "num_prompts": requests["prompt_id"].n_unique(),
+        "num_requests": requests.height,
+        "num_failed": requests.filter(pl.col("status") != "ok").height,
+        "repeats": repeats,
+        "interval_method": "prompts resampled as clusters, repeats as the outer level",
+        "run_to_run_interval": "n/a: single run" if repeats < 2 else "repeats resampled",
+        "concurrency": sorted(set(requests["concurrency"])),
+        "sampling": [setting.name for setting in run.plan.sampling],
+        "temperature": [setting.temperature for setting in run.plan.sampling],
+        "acceptance_length_convention": "bonus token included",
+        "cached_fraction": None if unknown or not total else cached / total,
+        "near_tie_nats": near_tie_threshold(run),
+        "arms_may_differ": run.plan.allow_differences,
+    }
+
+
+def _arm_conditions(run: Run, name: str) -> dict[str, Any]:
+    arm = next(arm for arm in run.plan.arms if arm.name == name)
+    speculative = arm.speculative
+    return {
+        "method": speculative.method if speculative else None,
+        "num_speculative_tokens": speculative.num_speculative_tokens if speculative else None,
+        "differences": arm.args,
+    }
