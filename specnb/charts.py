@@ -213,6 +213,7 @@ def hit_rate_by_entropy_chart(
             "entropy_mean_nats:Q",
             title=theme.COLUMN_TITLES["entropy_mean_nats"],
             scale=alt.Scale(zero=True, nice=True),
+            axis=alt.Axis(tickCount=6),
         ),
         x_field="entropy_mean_nats",
         details=("entropy_low_nats", "entropy_high_nats"),
@@ -438,8 +439,11 @@ def decomposition_chart(
     dash = alt.StrokeDash(
         "kind:N", title=None, scale=alt.Scale(domain=list(kinds.values()), range=[[1, 0], [5, 4]]), sort=None
     )
-    fill = alt.FillOpacity(
-        "kind:N", title=None, scale=alt.Scale(domain=list(kinds.values()), range=[1, 0]), legend=None
+    shape = alt.Shape(
+        "kind:N",
+        title=None,
+        scale=alt.Scale(domain=list(kinds.values()), range=["circle", "cross"]),
+        sort=None,
     )
     colour = _colour(domain, long)
     base = alt.Chart().encode(
@@ -453,7 +457,7 @@ def decomposition_chart(
     layers = [
         _rule(1.0),
         base.mark_line(clip=True).encode(strokeDash=dash, detail="kind:N"),
-        base.mark_point(filled=True, strokeWidth=1.5, size=60).encode(fillOpacity=fill, tooltip=tips),
+        base.mark_point(filled=True, size=60).encode(shape=shape, tooltip=tips),
         *_gaps(long, base, ["arm", "concurrency", *groups], at=_size(long, layout)[1] - 8),
     ]
     return _panels(
@@ -539,7 +543,7 @@ def match_rate_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
     Parameters
     ----------
     frame
-        `equivalence.greedy_table`: arm, comparison, concurrency, value, low, high, n.
+        `equivalence.greedy_table`: comparison, control (boolean), concurrency, value, low, high, n.
     row
         `sampling`, where the frame holds several greedy settings.
 
@@ -550,24 +554,20 @@ def match_rate_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
     """
     name = "match_rate_chart"
     title = "Exact match of greedy answers"
-    frame = _select(frame, name, "exact_match_rate", ("arm", "comparison", "concurrency"), row)
+    frame = _select(frame, name, "exact_match_rate", ("comparison", "control", "concurrency"), row)
     if frame.is_empty():
         return _empty(title, "the run holds no pair of greedy answers")
     kinds = ["arm against baseline", "control"]
-    judged = pl.col("comparison") == kinds[0]
     frame = frame.with_columns(
-        pl.when(judged).then(pl.lit(kinds[0])).otherwise(pl.lit(kinds[1])).alias("kind"),
-        pl.when(pl.col("comparison").str.starts_with("arm"))
-        .then(pl.col("arm") + pl.col("comparison").str.strip_prefix("arm"))
-        .otherwise(pl.col("comparison"))
-        .alias("pair"),
+        pl.when(pl.col("control")).then(pl.lit(kinds[1])).otherwise(pl.lit(kinds[0])).alias("kind")
     )
-    order = (
-        frame.sort(judged, descending=True, maintain_order=True)["pair"].unique(maintain_order=True).to_list()
-    )
+    by_kind = frame.sort("control", maintain_order=True)
+    order = by_kind["comparison"].unique(maintain_order=True).to_list()
     groups = [field for field in (row,) if field]
     base = alt.Chart().encode(
-        y=alt.Y("pair:N", title=None, sort=order, axis=alt.Axis(labelLimit=360, grid=True, gridDash=[2, 3])),
+        y=alt.Y(
+            "comparison:N", title=None, sort=order, axis=alt.Axis(labelLimit=400, grid=True, gridDash=[2, 3])
+        ),
         yOffset=alt.YOffset("concurrency:O", sort="ascending"),
         color=alt.Color(
             "kind:N",
@@ -577,35 +577,35 @@ def match_rate_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
     )
     x_title = "share of prompts with the same tokens to the end"
     scale = alt.Scale(domain=[0, 1])
+    shapes = alt.Scale(domain=kinds, range=["circle", theme.BASELINE_SHAPE])
     points = base.mark_point(filled=True, size=60).encode(
         x=alt.X("value:Q", title=x_title, scale=scale),
-        shape=alt.Shape(
-            "kind:N", title=None, scale=alt.Scale(domain=kinds, range=["circle", theme.BASELINE_SHAPE])
-        ),
-        tooltip=_tips(frame, ["pair", "concurrency", *groups], value_format=".3f"),
+        shape=alt.Shape("kind:N", title=None, scale=shapes),
+        tooltip=_tips(frame, ["comparison", "concurrency", *groups], value_format=".3f"),
     )
     bars = base.mark_rule(strokeWidth=2, strokeOpacity=0.6).encode(
         x=alt.X("low:Q", title=x_title, scale=scale), x2="high:Q"
     )
+    num_loads = frame["concurrency"].n_unique()
+    notes = ["Marks of one row, from top to bottom: rising concurrency."] if num_loads > 1 else []
     return _panels(
         frame,
-        [bars, points],
+        [bars, points, *_gaps(frame, base, ["comparison", "concurrency", *groups], along="x", at=14)],
         title=title,
-        notes=["Marks of one row, from top to bottom: rising concurrency."]
-        if frame["concurrency"].n_unique() > 1
-        else [],
+        notes=[*notes, *_notes(frame, ["comparison", "concurrency", *groups])],
         layout=_Layout(row=row),
-        size=(480, max(90, len(order) * (18 + 12 * frame["concurrency"].n_unique()))),
+        size=(480, max(90, len(order) * (18 + 12 * num_loads))),
     )
 
 
 def split_class_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
-    """How greedy answers part from the baseline's: pairs by kind of first divergence.
+    """How greedy answers part from the reference's: pairs by kind of first divergence.
 
     Parameters
     ----------
     frame
-        `equivalence.split_table`: arm, concurrency, split_class, n (pairs).
+        `equivalence.split_table`: comparison, concurrency, split_class, count (pairs). Rows that only
+        differ in `arm` (the control that each arm's table repeats) are drawn once.
     row
         `sampling`, where the frame holds several greedy settings.
 
@@ -615,11 +615,14 @@ def split_class_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
         A column is missing or rows share a point.
     """
     name = "split_class_chart"
-    title = "First divergences from the baseline by kind"
-    groups = [field for field in (row,) if field]
-    _check(frame, name, ["arm", "concurrency", "split_class", "n", *groups], numbers=("n",))
-    _refuse_shared_points(frame, name, ["arm", "concurrency", "split_class", *groups])
-    frame = frame.filter(pl.col("n") > 0)
+    title = "First divergences by kind"
+    points = ["comparison", "concurrency", "split_class", *([row] if row else [])]
+    _check(frame, name, [*points, "count"], numbers=("count",))
+    if "arm" in frame.columns:
+        frame = frame.drop("arm").unique(maintain_order=True)
+    _refuse_shared_points(frame, name, points)
+    control = pl.col("comparison").str.contains("itself", literal=True)
+    frame = frame.filter(pl.col("count") > 0).sort(control, maintain_order=True)
     if frame.is_empty():
         return _empty(title, "the run holds no pair of greedy answers")
     palette = {
@@ -633,35 +636,41 @@ def split_class_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
     }
     found = set(frame["split_class"].to_list())
     kinds = [*(kind for kind in palette if kind in found), *sorted(found - set(palette))]
+    places = {kind: place for place, kind in enumerate(kinds)}
+    side = pl.col("comparison") + ", concurrency " + pl.col("concurrency").cast(pl.String)
     frame = frame.with_columns(
-        pl.col("split_class")
-        .replace_strict({kind: place for place, kind in enumerate(kinds)})
-        .alias("class_order"),
-        (pl.col("arm") + ", concurrency " + pl.col("concurrency").cast(pl.String)).alias("side"),
+        pl.col("split_class").replace_strict(places).alias("class_order"),
+        pl.col("split_class").str.replace_all("_", " "),
+        side.alias("side"),
     )
     order = frame["side"].unique(maintain_order=True).to_list()
     bars = (
         alt.Chart()
         .mark_bar(stroke="white", strokeWidth=0.5)
         .encode(
-            y=alt.Y("side:N", title=None, sort=order, axis=alt.Axis(labelLimit=360)),
-            x=alt.X("n:Q", title="pairs of answers", stack="zero", axis=alt.Axis(tickMinStep=1, format=",d")),
+            y=alt.Y("side:N", title=None, sort=order, axis=alt.Axis(labelLimit=400)),
+            x=alt.X(
+                "count:Q", title="pairs of answers", stack="zero", axis=alt.Axis(tickMinStep=1, format=",d")
+            ),
             color=alt.Color(
                 "split_class:N",
                 title="first divergence",
-                sort=kinds,
-                scale=alt.Scale(domain=kinds, range=[palette.get(kind, "#cc79a7") for kind in kinds]),
+                sort=[kind.replace("_", " ") for kind in kinds],
+                scale=alt.Scale(
+                    domain=[kind.replace("_", " ") for kind in kinds],
+                    range=[palette.get(kind, "#cc79a7") for kind in kinds],
+                ),
             ),
             order=alt.Order("class_order:Q"),
             tooltip=[
-                alt.Tooltip("arm:N", title="arm"),
+                alt.Tooltip("comparison:N", title="comparison"),
                 alt.Tooltip("concurrency:Q", title="concurrency"),
                 alt.Tooltip("split_class:N", title="first divergence"),
-                alt.Tooltip("n:Q", title="pairs", format=",d"),
+                alt.Tooltip("count:Q", title="n (pairs)", format=",d"),
             ],
         )
     )
-    return _panels(frame, [bars], title=title, layout=_Layout(row=row), size=(480, max(60, 30 * len(order))))
+    return _panels(frame, [bars], title=title, layout=_Layout(row=row), size=(480, max(60, 26 * len(order))))
 
 
 def pit_chart(
@@ -850,10 +859,11 @@ def _panels(
     """Layers with data, title and notes, laid out in panels."""
     heading = alt.TitleParams(text=title, subtitle=list(notes)) if notes else alt.TitleParams(text=title)
     width, height = size or _size(frame, layout)
-    layered = alt.layer(*layers).properties(width=width, height=height)
+    layered: Any = alt.layer(*layers).properties(width=width, height=height)
     described = f"{title}. {' '.join(notes)}".strip()
+    words: dict[str, Any] = {"title": heading, "description": described}
     if not layout.panels:
-        single: alt.LayerChart = layered.properties(data=frame, title=heading, description=described)
+        single: Chart = layered.properties(data=frame, **words)
         return single
     facets: dict[str, Any] = {}
     for channel, field in ((alt.Column, layout.column), (alt.Row, layout.row)):
@@ -867,9 +877,8 @@ def _panels(
             sort=order if field == "arm" else _order(field, found),
             header=alt.Header(labelOrient="top" if channel is alt.Column else "left"),
         )
-    faceted: alt.FacetChart = layered.facet(**facets, data=frame)
-    described_chart: alt.FacetChart = faceted.properties(title=heading, description=described)
-    return described_chart
+    faceted: Chart = layered.facet(**facets, data=frame).properties(**words)
+    return faceted
 
 
 def _size(frame: pl.DataFrame, layout: _Layout) -> tuple[int, int]:
@@ -883,7 +892,7 @@ def _empty(title: str, reason: str = "the run holds no rows for this question") 
     """A chart that says in words why there is nothing to draw."""
     lines = textwrap.wrap(f"Nothing to draw: {reason}.", 70)
     data = pl.DataFrame({"text": ["\n".join(lines)]})
-    return (
+    chart: alt.Chart = (
         alt.Chart(data, title=alt.TitleParams(text=title))
         .mark_text(align="left", baseline="middle", fontSize=13, color=theme.MUTED, lineBreak="\n")
         .encode(text="text:N", x=alt.value(8), y=alt.value(20 + 8 * len(lines)))
@@ -891,6 +900,7 @@ def _empty(title: str, reason: str = "the run holds no rows for this question") 
             width=560, height=40 + 16 * len(lines), description=f"{title}. Nothing to draw: {reason}."
         )
     )
+    return chart
 
 
 def _select(

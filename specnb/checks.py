@@ -338,11 +338,11 @@ def _drafts(run: Run) -> str:
     )
     for arm in speculating_arms(run.plan):
         own = steps.filter(pl.col("arm") == arm.name)
-        counts = own.group_by("sampling", maintain_order=True).agg(
-            steps=pl.len(), drafts=(pl.col("num_draft_tokens") > 0).sum()
-        )
-        for sampling, num_steps, drafts in counts.iter_rows():
-            if num_steps and not drafts:
+        settings = run.requests.filter(pl.col("arm") == arm.name, pl.col("status") == "ok")["sampling"]
+        for sampling in settings.unique(maintain_order=True):
+            counts = own.filter(pl.col("sampling") == sampling)["num_draft_tokens"]
+            num_steps = len(counts)
+            if not (counts > 0).any():
                 raise _Broken(
                     f"speculation_inactive: {arm.name} verified no draft in {num_steps} steps under "
                     f"{sampling}; verdicts on those requests are vacuous"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from specnb.config import Cell, read_plan
+from specnb.config import DEMO_TARGET, Cell, read_plan
 from specnb.errors import SpecnbError
 
 if TYPE_CHECKING:
@@ -41,13 +41,12 @@ def main() -> None:
     from specnb.runner import Interrupted
 
     try:
-        app(standalone_mode=False)
+        # Without click's standalone mode a command's typer.Exit comes back as a return value.
+        code = app(standalone_mode=False, prog_name="specnb")
     except Interrupted as stop:
         _fail(str(stop), code=130)
     except SpecnbError as error:
         _fail(str(error), code=2)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
     except typer.Abort:
         _fail("interrupted", code=130)
     except KeyboardInterrupt:
@@ -56,7 +55,13 @@ def main() -> None:
         # Usage errors of typer are click's; everything else is a fault of ours and keeps its traceback.
         if not hasattr(error, "format_message"):
             raise
-        _fail(f"{error.format_message()} (see specnb --help)", code=2)
+        message = str(error.format_message()).strip().rstrip(".")
+        if not message:  # no command was given; its help is on the screen
+            sys.exit(2)
+        context = getattr(error, "ctx", None)
+        end = "" if message.endswith("?") else ";"
+        _fail(f"{message}{end} see {context.command_path if context else 'specnb'} --help", code=2)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(line: str, *, code: int) -> NoReturn:
@@ -101,10 +106,7 @@ def check(run_dir: RunDir) -> None:
     from specnb.checks import check_run
 
     findings = check_run(run_dir)
-    table = Table("check", "result", "detail", box=None)
-    for finding in findings:
-        table.add_row(finding.name, "ok" if finding.ok else "FAILED", finding.detail)
-    _out.print(table, markup=False)
+    _print_findings([("ok" if found.ok else "FAILS", found.name, found.detail) for found in findings])
     if any(not finding.ok for finding in findings):
         raise typer.Exit(1)
 
@@ -130,15 +132,13 @@ def gate(
 @app.command()
 def doctor(
     plan: Annotated[Path | None, typer.Argument(metavar="[PLAN.yaml]", help="A plan to check.")] = None,
+    root: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("data/runs"),
 ) -> None:
     """Say what this machine, and a plan on it, can and can't do, before time is spent."""
     from specnb.doctor import diagnose
 
-    findings = diagnose(read_plan(plan) if plan else None)
-    table = Table("what", "state", "detail", box=None)
-    for finding in findings:
-        table.add_row(finding.name, finding.state, finding.detail)
-    _out.print(table, markup=False)
+    findings = diagnose(read_plan(plan) if plan else None, root=root)
+    _print_findings([(found.state, found.name, found.detail) for found in findings])
     if any(finding.state == "FAILS" for finding in findings):
         raise typer.Exit(1)
 
@@ -157,7 +157,8 @@ def demo(
 
     began = time.perf_counter()
     content = read_plan(plan or demo_plan_path())
-    ensure_demo_target(say=_say)
+    if content.target.model == DEMO_TARGET:
+        ensure_demo_target(say=_say)
     with _RunProgress(_err) as display:
         path = measure(content, root=root, progress=display.hooks())
     measured = time.perf_counter()
@@ -174,6 +175,15 @@ def _write_report(run_dir: Path, *, notebooks: list[str] | None, out: Path | Non
     if result.failed:
         _err.print(f"specnb: failed: {', '.join(result.failed)}", style="bold red", markup=False)
         raise typer.Exit(1)
+
+
+def _print_findings(rows: Sequence[tuple[str, str, str]]) -> None:
+    """One line each, state first and never wrapped, so that a log can be searched."""
+    width = max(len(name) for _, name, _ in rows)
+    for state, name, detail in rows:
+        line = f"{state:5}  {name:{width}}  {' '.join(detail.split())}"
+        style = {"FAILS": "bold red", "warns": "yellow"}.get(state)
+        _out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say(line: str) -> None:

@@ -344,10 +344,9 @@ def _parsed(path: Path) -> tuple[yaml.Node, dict[str, Any]]:
     except RecursionError as error:
         raise PlanError(f"{path}: nested too deeply; a plan has {_MAX_DEPTH} levels at most") from error
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise PlanError(
-            f"{path}:{line}: character #x{ord(text[error.position]):02x} is not text; remove it"
-        ) from error
+        place = f"{path}:{text.count(chr(10), 0, error.position) + 1}"
+        shown = f"#x{ord(text[error.position]):02x}"
+        raise PlanError(f"{place}: character {shown} is not text; remove it") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -413,19 +412,19 @@ def _unplain(node: yaml.Node) -> str | None:
         return "a NUL character; remove it"
     if kind == "str" and any("\ud800" <= char <= "\udfff" for char in node.value):
         return "a lone surrogate (\\ud800 to \\udfff); write the whole character"
-    if kind == "int" and (len(node.value) > 80 or abs(_number(node)) > _LARGEST_INTEGER):
+    if kind not in ("int", "float", "bool"):
+        return None
+    if len(node.value) > 80:
         return f"number {_short(node.value)} is out of range; the largest is 2**63 - 1"
-    if kind == "float" and not math.isfinite(_number(node)):
-        return f"{node.value} is not a finite number; write a number"
-    return None
-
-
-def _number(node: yaml.Node) -> float:
     try:
         value = yaml.SafeLoader("").construct_object(node)
-    except ValueError:
-        return math.nan
-    return value if isinstance(value, (int, float)) else math.nan
+    except (ValueError, KeyError):
+        return f"{_short(node.value)} is not {'true or false' if kind == 'bool' else 'a number'}; quote text"
+    if kind == "int" and abs(value) > _LARGEST_INTEGER:
+        return f"number {node.value} is out of range; the largest is 2**63 - 1"
+    if kind == "float" and not math.isfinite(value):
+        return f"{node.value} is not a finite number; write a number"
+    return None
 
 
 def _validated(content: dict[str, Any], *, source: str, node: yaml.Node | None) -> Plan:

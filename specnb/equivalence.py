@@ -841,12 +841,15 @@ def judge_equivalence(
         maintain_order="left",
     )
     control = greedy_pairs(run, arm=baseline, reference=baseline)
+    # A prompt whose baseline flips at a tie excuses no clear split of the arm.
     unstable = {
-        (sampling, concurrency, prompt)
+        (sampling, concurrency, prompt, split_class)
         for sampling, concurrency, prompt, name in control.select(
             "sampling", "concurrency", "prompt_id", "split_class"
         ).iter_rows()
         if name not in SAME_TEXT
+        for split_class in SPLIT_CLASSES
+        if split_class != "clear" or name in ("clear", "unknown")
     }
     not_measured: list[str] = []
     notes: list[str] = []
@@ -871,11 +874,15 @@ def judge_equivalence(
             "num_mismatched": len(mismatched),
             "match": match,
         }
+        excused, found_doubts, found_notes = _excused(pairs, control, significance)
+        doubts += found_doubts
+        notes += found_notes
         blamed = [
             row
             for row in pairs.iter_rows(named=True)
             if row["split_class"] not in SAME_TEXT
-            and (row["sampling"], row["concurrency"], row["prompt_id"]) not in unstable
+            and (row["sampling"], row["concurrency"], row["prompt_id"], row["split_class"]) not in unstable
+            and row["split_class"] not in excused.get((row["sampling"], row["concurrency"]), ())
         ]
         clear = {row["prompt_id"] for row in blamed if row["split_class"] == "clear"}
         unknown = {row["prompt_id"] for row in blamed if row["split_class"] == "unknown"} - clear
@@ -893,7 +900,9 @@ def judge_equivalence(
                 "suspect a bug"
             )
         if num_unknown:
-            doubts.append(f"{num_unknown} of {prompts} distinct prompts differ at a margin that is not known")
+            doubts.insert(
+                0, f"{num_unknown} of {prompts} distinct prompts differ at a margin that is not known"
+            )
         if prompts < minimum_prompts and not clear:
             doubts.append(f"{prompts} distinct prompts were compared, {minimum_prompts} are needed")
         excluded = len(mismatched) - len({row["prompt_id"] for row in blamed})
@@ -902,13 +911,6 @@ def judge_equivalence(
                 f"{excluded} prompts differ where the baseline differs from itself and are not blamed"
             )
         notes += _control_notes(run, arm, pairs, control, significance)
-        unsettled = any(
-            row["split_class"] in ("clear", "unknown")
-            for row in pairs.iter_rows(named=True)
-            if (row["sampling"], row["concurrency"], row["prompt_id"]) in unstable
-        )
-        if num_unknown or unsettled:
-            doubts += _instability(first, control, significance)
         if control.is_empty():
             not_measured.append("greedy control of the baseline against itself (needs 2 repeats)")
 
@@ -917,8 +919,9 @@ def judge_equivalence(
         row = corrupted.row(0, named=True)
         faults.append(
             f"corruption: {corrupted['prompt_id'].n_unique()} prompts end in a loop that the baseline does "
-            f"not have (repeated 4-grams {row['repeated_4gram_share']:.2f} against {row['reference_share']:.2f}) "
-            f"while the mean acceptance length falls to {row['acceptance_windows'][-1]:.2f} "
+            f"not have (repeated 4-grams {row['repeated_4gram_share']:.2f} against "
+            f"{row['reference_share']:.2f}) while the mean acceptance length "
+            f"falls to {row['acceptance_windows'][-1]:.2f} "
             f"(request {row['request_id']})"
         )
     faults += _quality_faults(run, arm, significance, not_measured)
@@ -960,9 +963,11 @@ def _control_notes(
         notes.append(f"{arm} differs from itself on {len(own)} of {total} distinct prompts")
     if base:
         notes.append(f"the baseline differs from itself on {len(base)} of {control['prompt_id'].n_unique()}")
-    counts = {row["concurrency"]: row for row in _first_pairs(control).iter_rows(named=True)}
+    counts = {
+        (row["sampling"], row["concurrency"]): row for row in _first_pairs(control).iter_rows(named=True)
+    }
     for row in _first_pairs(pairs).iter_rows(named=True):
-        other = counts.get(row["concurrency"])
+        other = counts.get((row["sampling"], row["concurrency"]))
         if other is None or row["num_mismatched"] == 0:
             continue
         p = fisher_p_value(row["num_mismatched"], row["n"], other["num_mismatched"], other["n"])
@@ -974,20 +979,46 @@ def _control_notes(
     return notes
 
 
-def _instability(first: pl.DataFrame, control: pl.DataFrame, significance: float) -> list[str]:
-    """A doubt where the baseline is as unstable as the arm and margins do not settle it."""
-    if control.is_empty():
-        return []
-    arm_rows, control_rows = _first_by_prompt(first), _first_by_prompt(control)
-    bad, n = len(_mismatched_prompts(arm_rows)), arm_rows.height
-    control_bad, control_n = len(_mismatched_prompts(control_rows)), control_rows.height
-    if control_bad and fisher_p_value(bad, n, control_bad, control_n) >= significance:
-        text = (
-            f"the baseline itself is unstable: {control_bad} of {control_n} prompts differ in the control, "
-            f"{bad} of {n} against the arm"
-        )
-        return [text]
-    return []
+def _excused(
+    pairs: pl.DataFrame, control: pl.DataFrame, significance: float
+) -> tuple[dict[tuple[str, int], tuple[str, ...]], list[str], list[str]]:
+    """Split classes that prove nothing, by sampling setting and concurrency; doubts and notes on them.
+
+    Where the baseline differs from itself as often as from the arm, splits of unknown margin are no
+    evidence against the arm, and clear ones are none unless the baseline's own are all known to be near
+    ties. Above the lowest concurrency batching explains that, and the lowest one judges; at the lowest
+    nothing is left to judge by.
+    """
+    excused: dict[tuple[str, int], tuple[str, ...]] = {}
+    doubts: list[str] = []
+    notes: list[str] = []
+    control_rows = {
+        (row["sampling"], row["concurrency"]): row for row in _first_pairs(control).iter_rows(named=True)
+    }
+    lowest = dict(pairs.group_by("sampling").agg(pl.col("concurrency").min()).iter_rows())
+    for row in _first_pairs(pairs).iter_rows(named=True):
+        key = (row["sampling"], row["concurrency"])
+        other = control_rows.get(key)
+        if other is None or not other["num_mismatched"]:
+            continue
+        counts = (row["num_mismatched"], row["n"], other["num_mismatched"], other["n"])
+        if counts[0] / counts[1] > counts[2] / counts[3] and fisher_p_value(*counts) < significance:
+            continue
+        here = (pl.col("sampling") == key[0]) & (pl.col("concurrency") == key[1])
+        unsettled = bool({"clear", "unknown"} & set(control.filter(here)["split_class"]))
+        if key[1] > lowest[key[0]]:
+            excused[key] = ("clear", "unknown") if unsettled else ("unknown",)
+            notes.append(
+                f"at concurrency {key[1]} the baseline differs from itself on {counts[2]} of {counts[3]} "
+                f"prompts and from the arm on {counts[0]} of {counts[1]}: batching, judged at concurrency {lowest[key[0]]}"
+            )
+        elif unsettled:
+            excused[key] = ("clear", "unknown")
+            doubts.append(
+                f"the baseline itself is unstable: at concurrency {key[1]} {counts[2]} of {counts[3]} "
+                f"prompts differ in the control, {counts[0]} of {counts[1]} against the arm"
+            )
+    return excused, doubts, notes
 
 
 def _quality_faults(run: Run, arm: str, significance: float, not_measured: list[str]) -> list[str]:

@@ -36,6 +36,7 @@ END_MIME: Final = "application/vnd.specnb.end+json"
 VEGALITE_VERSION: Final = "6.4"
 
 MAX_TABLE_ROWS: Final = 60
+MAX_OPEN_ROWS: Final = 12
 CLAIM_PAGES: Final = {
     "suffix decay": "02_suffix_decay",
     "entropy": "03_hit_rate_by_entropy",
@@ -49,11 +50,12 @@ _EMBED_OPTIONS: Final = {
     "renderer": "svg",
 }
 # Enough for JupyterLab, whose page has no style sheet of ours; a report brings its own.
-_STYLE: Final = (
+STYLE: Final = (
     "<style>.specnb-box{border:1px solid #d0d7de;border-radius:6px;padding:8px 14px;"
     "margin:6px 0;max-width:60em}"
     ".specnb-box dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;margin:4px 0}"
-    ".specnb-box dt{font-weight:600}.specnb-box dd{margin:0;overflow-wrap:anywhere}"
+    ".specnb-box dt{font-weight:600;float:none;width:auto;white-space:nowrap}"
+    ".specnb-box dd{margin:0;width:auto;overflow-wrap:anywhere}"
     ".specnb-banner{border-left:5px solid #8a5a00;background:#fff6dd;color:#1f2328;"
     "padding:6px 12px;margin:6px 0}"
     ".specnb-badge{color:#fff;border-radius:4px;padding:1px 8px;font-weight:600}"
@@ -74,7 +76,7 @@ class View:
         return self.text
 
     def _repr_html_(self) -> str:
-        return _STYLE + self.html
+        return STYLE + self.html
 
     def _repr_mimebundle_(
         self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
@@ -87,7 +89,7 @@ class ChartView:
     """A chart as Vega-Lite for JupyterLab and as a static SVG for everything else.
 
     JupyterLab 4 renders Vega-Lite up to version 5; the charts use no feature that is newer, and a
-    test renders each in both versions.
+    test renders each in both versions. There is no `_repr_html_`: JupyterLab would prefer it.
     """
 
     chart: charts.Chart
@@ -110,9 +112,6 @@ class ChartView:
     def svg(self) -> str:
         """The chart as SVG, drawn in this process; nothing is fetched."""
         return chart_svg(self.spec())
-
-    def _repr_html_(self) -> str:
-        return self.svg()
 
     def _repr_mimebundle_(
         self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
@@ -206,12 +205,13 @@ def table(frame: pl.DataFrame, *, caption: str, folded: bool = False, max_rows: 
     """
     shown = frame.head(max_rows)
     constants, names = _split_constants(frame)
-    heads = "".join(f'<th scope="col">{_escape(_heading(name))}</th>' for name in names)
+    heads = "".join(_head(name, frame) for name in names)
     rows = "".join(
         "<tr>" + "".join(_cell(name, row) for name in names) + "</tr>" for row in shown.iter_rows(named=True)
     )
     note = f"; {frame.height} rows, the first {max_rows} shown" if frame.height > max_rows else ""
-    facts = "".join(f"; {_escape(fact)}" for fact in constants)
+    said = caption.replace("-", " ")
+    facts = "".join(f"; {_escape(fact)}" for fact in constants if fact not in said)
     body = (
         f'<div class="specnb-scroll" tabindex="0"><table><caption>{_escape(caption)}{facts}{note}</caption>'
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
@@ -221,6 +221,37 @@ def table(frame: pl.DataFrame, *, caption: str, folded: bool = False, max_rows: 
     if folded:
         body = f'<details class="specnb-table"><summary>Table: {_escape(caption)}</summary>{body}</details>'
     return View(html=body, text=f"{caption}\n{shown}")
+
+
+def metric_table(frame: pl.DataFrame, *, caption: str) -> View:
+    """A long frame of estimates with one column a metric: value, interval and n in one cell.
+
+    Parameters
+    ----------
+    frame
+        Group columns, then `metric`, `value`, `low`, `high`, `level`, `n`, `reason`.
+    caption
+        What the rows are.
+    """
+    first = frame.columns.index("metric")
+    groups = frame.columns[:first]
+    metrics = frame["metric"].unique(maintain_order=True).to_list()
+    heads = "".join(_head(name, frame) for name in groups)
+    heads += "".join(
+        f'<th scope="col" class="specnb-num">{_escape(theme.column_title(name))}</th>' for name in metrics
+    )
+    rows = []
+    for key, group in frame.group_by(groups, maintain_order=True):
+        found = {row["metric"]: row for row in group.iter_rows(named=True)}
+        cells = "".join(_cell(name, {name: value}) for name, value in zip(groups, key, strict=True))
+        cells += "".join(_estimate_cell(found.get(name)) for name in metrics)
+        rows.append(f"<tr>{cells}</tr>")
+    level = f"; {frame['level'][0] * 100:g} % intervals" if frame.height else ""
+    return View(
+        html=f'<div class="specnb-scroll" tabindex="0"><table><caption>{_escape(caption)}{level}</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>",
+        text=f"{caption}\n{frame}",
+    )
 
 
 def claims(found: Sequence[Claim]) -> View:
@@ -362,7 +393,8 @@ def divergence_table(pairs: pl.DataFrame) -> View:
         "margin_source",
     )
     differing = pairs.filter(~pl.col("identical")).select(names)
-    return table(differing, caption="pairs of greedy answers that differ, first difference")
+    caption = f"{differing.height} pairs of greedy answers that differ, and where they first do"
+    return table(differing, caption=caption, folded=differing.height > MAX_OPEN_ROWS)
 
 
 def pit_histogram(run: Run, *, arm: str, rng: np.random.Generator, num_bins: int = 20) -> pl.DataFrame:
@@ -757,7 +789,7 @@ def _split_constants(frame: pl.DataFrame) -> tuple[list[str], list[str]]:
             elif name == "method":
                 facts.append(f"interval: {value}")
             elif name == "metric":
-                facts.append(theme.column_title(value))
+                facts.append(theme.column_title(value).replace("-", " "))
     if "level" in frame.columns:
         hidden.add("level")
     names = [
@@ -770,8 +802,10 @@ def _split_constants(frame: pl.DataFrame) -> tuple[list[str], list[str]]:
     return facts, names
 
 
-def _heading(name: str) -> str:
-    return theme.column_title(name)
+def _head(name: str, frame: pl.DataFrame) -> str:
+    number = name == "interval" or frame.schema[name].is_numeric()
+    kind = ' class="specnb-num"' if number else ""
+    return f'<th scope="col"{kind}>{_escape(theme.column_title(name))}</th>'
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
@@ -785,8 +819,25 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     if isinstance(value, bool):
         return f"<td>{'yes' if value else 'no'}</td>"
     if isinstance(value, (int, float)):
-        return f'<td class="specnb-num">{_number(value)}</td>'
+        text = str(value) if name.endswith("_id") else _number(value)
+        return f'<td class="specnb-num">{text}</td>'
+    if name in ("metric", "split_class"):
+        value = theme.column_title(value)
     return f"<td>{_escape(scrub(str(value)))}</td>"
+
+
+def _estimate_cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return '<td class="specnb-num"></td>'
+    if row["value"] is None:
+        return f'<td class="specnb-num">n/a<br><small>{_escape(row["reason"])}</small></td>'
+    interval = (
+        f"[{_number(row['low'])}, {_number(row['high'])}]"
+        if row["low"] is not None
+        else f"no interval: {_escape(row['reason'])}"
+    )
+    small = f"<small>{interval}<br>n {_number(row['n'])}</small>"
+    return f'<td class="specnb-num">{_number(row["value"])}<br>{small}</td>'
 
 
 def _number(value: float) -> str:
@@ -822,6 +873,15 @@ def _claim_html(claim: Mapping[str, Any]) -> str:
         f'<p><span class="specnb-badge specnb-{tone}">{_escape(claim["verdict"])}</span> '
         f"{_escape(scrub(claim['sentence']))}</p>"
         + (f"<dl>{body}</dl>" if body else "")
-        + (f"<ul>{reasons}</ul>" if reasons else "")
+        + _folded(reasons, len(claim["reasons"]))
         + "</section>"
     )
+
+
+def _folded(items: str, number: int) -> str:
+    """A list, folded if it is long."""
+    if not items:
+        return ""
+    if number <= 3:
+        return f"<ul>{items}</ul>"
+    return f"<details><summary>The {number} facts behind it</summary><ul>{items}</ul></details>"

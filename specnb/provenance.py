@@ -31,7 +31,7 @@ def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]
 
 
 def host_facts() -> dict[str, Any]:
-    """Operating system, Python, processor name, usable cores and memory in bytes."""
+    """Operating system, Python, processor name, usable cores and usable memory in bytes."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -42,9 +42,26 @@ def host_facts() -> dict[str, Any]:
 
 
 def git_sha(folder: Path | None = None) -> str | None:
-    """Revision of the checkout that holds specnb, with `-dirty` if tracked files differ; None outside git."""
-    folder = folder or Path(__file__).resolve().parent
+    """Revision of the checkout that holds specnb, with `-dirty` if tracked files differ; None outside git.
+
+    None, too, where specnb only lies inside somebody else's checkout (an ignored environment, say).
+
+    Parameters
+    ----------
+    folder
+        A folder of the checkout; the package's own by default.
+    """
+    own = Path(__file__).resolve()
     try:
+        if folder is None:
+            folder = own.parent
+            subprocess.run(
+                ["git", "ls-files", "--error-unmatch", own.name],
+                cwd=folder,
+                capture_output=True,
+                timeout=10,
+                check=True,
+            )
         sha = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
@@ -91,7 +108,14 @@ def _processor_name() -> str:
 
 
 def _memory_bytes() -> int | None:
+    """Physical memory, or the control group's limit where that is less."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (ValueError, OSError, AttributeError):
         return None
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limits += [int(text)] if text.isdigit() else []
+    except OSError:
+        pass
+    return min(limits)

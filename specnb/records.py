@@ -34,6 +34,26 @@ from specnb.errors import PlanError, RecordError, StorageError
 from specnb.provenance import file_sha256, utc_now
 
 LABELS = ("repeat", "sampling", "concurrency", "task", "entropy_tier", "length_tier")
+STATUSES = ("running", "finished", "interrupted", "failed")
+
+_MANIFEST_TYPES: dict[str, type] = {
+    "run_id": str,
+    "status": str,
+    "started_at": str,
+    "plan_sha256": str,
+    "modelled": bool,
+    "plan": dict,
+}
+_SUMMARY_TYPES: dict[str, type] = {
+    "cell_id": str,
+    "arm": str,
+    "entropy_tier": str,
+    "concurrency": int,
+    "sampling": str,
+    "repeat": int,
+    "files": dict,
+}
+_CELL_LABELS = ("cell_id", "arm", "entropy_tier", "concurrency", "sampling", "repeat")
 
 
 class RunWriter:
@@ -47,7 +67,9 @@ class RunWriter:
         self.manifest = manifest
         self._lock = lock
         started = datetime.fromisoformat(manifest["started_at"])
-        self._offset_s = max(0.0, (datetime.now(UTC) - started).total_seconds())
+        # Not before the cells that exist, whatever happened to the wall clock since.
+        ends = [float(cell.get("end_s") or 0.0) for cell in _cell_summaries(path).values()]
+        self._offset_s = max(0.0, (datetime.now(UTC) - started).total_seconds(), *ends)
         self._zero_s = time.perf_counter()
 
     @classmethod
@@ -72,11 +94,9 @@ class RunWriter:
         run_id = f"{plan.name}-{stamp}-{plan.sha256[:8]}"
         path = Path(root) / run_id
         try:
-            number = 1
-            while path.exists():
-                number += 1
-                path = Path(root) / f"{run_id}-{number}"
-            (path / "cells").mkdir(parents=True)
+            Path(root).mkdir(parents=True, exist_ok=True)
+            path = _new_folder(Path(root), run_id)
+            (path / "cells").mkdir()
             (path / "logs").mkdir()
             lock = _lock(path)
         except OSError as error:
@@ -92,9 +112,7 @@ class RunWriter:
             "plan": plan.model_dump(mode="json"),
             **facts,
         }
-        writer = cls(path, manifest, lock)
-        writer._write_manifest()
-        return writer
+        return cls._opened(path, manifest, lock)
 
     @classmethod
     def resume(cls, path: Path, plan: Plan) -> Self:
@@ -108,25 +126,36 @@ class RunWriter:
             The directory or its manifest is missing or corrupt.
         """
         path = Path(path)
-        manifest = read_manifest(path)
-        if manifest["plan_sha256"] != plan.sha256:
-            changed = ", ".join(_differences(manifest["plan"], plan.model_dump(mode="json"))[:4])
-            raise PlanError(
-                f"{path}: was started with another plan (differs in: {changed or 'engine version'}); "
-                "resume with the plan in its manifest.json or start a new run"
-            )
-        if manifest["status"] == "finished":
-            raise PlanError(f"{path}: this run is finished; nothing to resume")
+        check_resumable(path, plan)
         try:
             lock = _lock(path)
-            for leftover in (path / "cells").glob(".partial-*"):
-                shutil.rmtree(leftover)
         except OSError as error:
             raise _storage_error(path, error) from error
+        try:
+            # Again, now that nobody else can finish it meanwhile.
+            manifest = check_resumable(path, plan)
+            for leftover in (path / "cells").glob(".partial-*"):
+                shutil.rmtree(leftover)
+            for leftover in (path / ".manifest.json.partial", path / "splits.parquet.partial"):
+                leftover.unlink(missing_ok=True)
+        except OSError as error:
+            lock.close()
+            raise _storage_error(path, error) from error
+        except BaseException:
+            lock.close()
+            raise
         manifest["status"] = "running"
         manifest.setdefault("resumed_at", []).append(utc_now())
-        writer = cls(path, manifest, lock)
-        writer._write_manifest()
+        return cls._opened(path, manifest, lock)
+
+    @classmethod
+    def _opened(cls, path: Path, manifest: dict[str, Any], lock: IO[str]) -> Self:
+        try:
+            writer = cls(path, manifest, lock)
+            writer._write_manifest()
+        except BaseException:
+            lock.close()
+            raise
         return writer
 
     def __enter__(self) -> Self:
@@ -162,54 +191,63 @@ class RunWriter:
         """
         final = self.path / "cells" / cell.cell_id
         aside = self.path / "cells" / f".partial-{cell.cell_id}-{os.getpid()}"
-        files: dict[str, dict[str, Any]] = {}
+        content = {
+            "cell_id": cell.cell_id,
+            "arm": cell.arm.name,
+            "entropy_tier": cell.tier,
+            "concurrency": cell.concurrency,
+            "sampling": cell.sampling.name,
+            "repeat": cell.repeat,
+            **summary,
+            "files": {},
+        }
+        labels = _labels(self.run_id, content)
+        for name, table in schema.TABLES.items():
+            if table.required and name not in tables:
+                raise RecordError(f"{cell.cell_id}: the engine gave no table '{name}'")
+        frames = {}
+        for name, frame in tables.items():
+            if name not in schema.CELL_TABLES:
+                raise RecordError(
+                    f"{cell.cell_id}: the engine gave a table '{name}', which no schema declares"
+                )
+            place = f"{cell.cell_id}/{name}"
+            extra = [column for column in frame.columns if column not in schema.TABLES[name].names]
+            if extra:
+                raise RecordError(f"{place}: column '{extra[0]}' is not declared in the schema")
+            frames[name] = _checked(frame, schema.TABLES[name], place, labels)
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            for name, frame in tables.items():
-                table = schema.TABLES[name]
-                frame = frame.select(table.names)
-                _check_table(frame, table, f"{cell.cell_id}/{name}")
+            for name, frame in frames.items():
                 target = aside / f"{name}.parquet"
-                frame.write_parquet(target, compression="zstd", statistics=True)
-                _flush(target)
-                files[name] = {"rows": frame.height, "sha256": file_sha256(target)}
-            content = {
-                "cell_id": cell.cell_id,
-                "arm": cell.arm.name,
-                "entropy_tier": cell.tier,
-                "concurrency": cell.concurrency,
-                "sampling": cell.sampling.name,
-                "repeat": cell.repeat,
-                **summary,
-                "files": files,
-            }
+                _write_parquet(frame, target)
+                content["files"][name] = {"rows": frame.height, "sha256": file_sha256(target)}
             _write_json(aside / "cell.json", content)
             _flush(aside)
             os.rename(aside, final)
             _flush(final.parent)
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
             raise _storage_error(final, error) from error
-        except pl.exceptions.ComputeError as error:
+        finally:
             shutil.rmtree(aside, ignore_errors=True)
-            raise StorageError(
-                f"{final}: can't be written ({_one_line(error)}); finished cells are kept"
-            ) from error
 
     def finalise(self, *, status: str, splits: pl.DataFrame | None = None) -> None:
         """Closes the run: writes `splits`, then the manifest with every cell and its files.
 
         `status` is `finished`, `interrupted` or `failed`; only a finished run can't be resumed.
         """
+        if status not in STATUSES[1:]:
+            raise ValueError(f"status is {status!r}; use {', '.join(STATUSES[1:])}")
         if splits is not None:
-            _check_table(splits, schema.SPLITS, "splits")
             target = self.path / "splits.parquet"
+            partial = self.path / "splits.parquet.partial"
+            splits = _checked(splits, schema.SPLITS, "splits", {"run_id": self.run_id})
             try:
-                splits.select(schema.SPLITS.names).write_parquet(f"{target}.partial")
-                _flush(Path(f"{target}.partial"))
-                os.replace(f"{target}.partial", target)
+                _write_parquet(splits, partial)
+                os.replace(partial, target)
             except OSError as error:
+                partial.unlink(missing_ok=True)
                 raise _storage_error(target, error) from error
             self.manifest["splits"] = {"rows": splits.height, "sha256": file_sha256(target)}
         self.manifest["status"] = status
@@ -293,8 +331,25 @@ class Run:
         """A per-request table with the request's labels joined.
 
         Adds repeat, sampling, concurrency, task, entropy_tier and length_tier (those it lacks).
+
+        Raises
+        ------
+        RecordError
+            A row's request is not in `requests`.
+        ValueError
+            The table has no request_id.
         """
         frame = self.table(name)
+        if "request_id" not in frame.columns:
+            raise ValueError(f"table {name} has no request_id, so requests' labels can't be joined")
+        known = self.requests["request_id"]
+        strangers = frame.with_row_index("row").filter(~pl.col("request_id").is_in(known.implode()))
+        if not strangers.is_empty():
+            first = strangers.row(0, named=True)
+            raise RecordError(
+                f"{self.path}: {name}: column 'request_id' is not in requests: "
+                f"row {first['row']}, value {first['request_id']!r}"
+            )
         extra = [label for label in LABELS if label not in frame.columns]
         return frame.join(
             self.requests.select("request_id", *extra), on="request_id", how="left", maintain_order="left"
@@ -304,35 +359,61 @@ class Run:
         if table.name == "splits":
             path = self.path / "splits.parquet"
             if not path.exists():
+                if self.manifest.get("splits") is not None:
+                    raise RecordError(f"{path}: file is missing; the run directory is incomplete")
                 return schema.empty(table)
-            return _read_table(path, table)
+            return _read_table(path, table, {"run_id": self.run_id})
         frames = []
+        paths = []
         for cell in self.cells:
+            folder = self.path / "cells" / cell["cell_id"]
             if table.name not in cell["files"]:
                 if table.required:
-                    raise RecordError(
-                        f"{self.path / 'cells' / cell['cell_id']}: {table.name}.parquet is not listed"
-                    )
+                    raise RecordError(f"{folder}: {table.name}.parquet is not listed in cell.json")
                 continue
-            frames.append(_read_table(self.path / "cells" / cell["cell_id"] / f"{table.name}.parquet", table))
+            paths.append(folder / f"{table.name}.parquet")
+            frames.append(_read_table(paths[-1], table, _labels(self.run_id, cell)))
         if not frames:
             return schema.empty(table)
         frame = pl.concat(frames)
-        duplicated = frame.select(
-            pl.struct(table.key).is_duplicated().arg_max().alias("row"), table_dup(table)
-        )
-        if duplicated["any"][0]:
-            row = frame.row(duplicated["row"][0], named=True)
-            key = ", ".join(f"{name}={row[name]}" for name in table.key)
+        row = _first_repeated(frame, table)
+        if row is not None:
+            # Keys are unique in each file, so the row repeats a key of an earlier cell.
+            number = 0
+            while row >= frames[number].height:
+                row -= frames[number].height
+                number += 1
             raise RecordError(
-                f"{self.path}: {table.name}: key is not unique ({key}); the run directory was edited"
+                f"{paths[number]}: key is not unique in the run: row {row}, "
+                f"{_key(frames[number], table, row)}"
             )
         return frame
 
 
-def table_dup(table: schema.Table) -> pl.Expr:
-    """Whether any key of `table` occurs twice, as a one-row expression named `any`."""
-    return pl.struct(table.key).is_duplicated().any().alias("any")
+def check_resumable(path: Path, plan: Plan) -> dict[str, Any]:
+    """The manifest of a run directory that `plan` may continue; touches nothing.
+
+    Raises
+    ------
+    PlanError
+        The plan differs from the one the run was started with, or the run is finished.
+    RecordError
+        The directory, its manifest or a finished cell is missing or corrupt.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if manifest["plan_sha256"] != plan.sha256:
+        old = {key: value for key, value in manifest["plan"].items() if key != "price"}
+        changed = _differences(old, plan.model_dump(mode="json", exclude={"price"}))
+        shown = ", ".join(changed[:4]) or "the version of specnb"
+        raise PlanError(
+            f"{path}: was started with another plan (differs in: {shown}); "
+            "resume with the plan in its manifest.json or start a new run"
+        )
+    if manifest["status"] == "finished":
+        raise PlanError(f"{path}: this run is finished; nothing to resume")
+    _cell_summaries(path)
+    return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -348,16 +429,33 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise RecordError(f"{path}: no such run directory; give a folder that holds manifest.json")
     content = _read_json(file)
-    for key in ("schema_version", "run_id", "status", "plan", "plan_sha256", "modelled", "started_at"):
+    for key in ("schema_version", *_MANIFEST_TYPES):
         if key not in content:
             raise RecordError(
                 f"{file}: key '{key}' is missing; the manifest was edited or is of another tool"
             )
     if content["schema_version"] != schema.SCHEMA_VERSION:
         raise RecordError(
-            f"{file}: schema_version {content['schema_version']}, this specnb reads {schema.SCHEMA_VERSION}; "
-            "use the specnb version named in it"
+            f"{file}: schema_version {content['schema_version']!r}, this specnb reads "
+            f"{schema.SCHEMA_VERSION}; use the specnb version named in it"
         )
+    _check_types(file, content, _MANIFEST_TYPES)
+    if content["status"] not in STATUSES:
+        raise RecordError(
+            f"{file}: status is {content['status']!r}, not one of {', '.join(STATUSES)}; it was edited"
+        )
+    try:
+        if datetime.fromisoformat(content["started_at"]).tzinfo is None:
+            raise ValueError
+    except ValueError as error:
+        raise RecordError(
+            f"{file}: started_at {content['started_at']!r} is no time with a zone; it was edited"
+        ) from error
+    listed = content.get("cells", [])
+    if not isinstance(listed, list) or not all(
+        isinstance(cell, dict) and isinstance(cell.get("cell_id"), str) for cell in listed
+    ):
+        raise RecordError(f"{file}: 'cells' is not a list of cells; it was edited")
     return content
 
 
@@ -392,17 +490,34 @@ def read_run(path: Path | str) -> Run:
 def _cell_summaries(path: Path) -> dict[str, dict[str, Any]]:
     summaries = {}
     for folder in sorted((path / "cells").glob("[!.]*")):
-        summary = _read_json(folder / "cell.json")
-        for key in ("cell_id", "files"):
+        file = folder / "cell.json"
+        summary = _read_json(file)
+        for key in _SUMMARY_TYPES:
             if key not in summary:
-                raise RecordError(
-                    f"{folder / 'cell.json'}: key '{key}' is missing; remove the cell and resume"
-                )
-        summaries[str(summary["cell_id"])] = summary
+                raise RecordError(f"{file}: key '{key}' is missing; remove the cell's folder and resume")
+        _check_types(file, summary, _SUMMARY_TYPES)
+        if summary["cell_id"] != folder.name:
+            raise RecordError(
+                f"{file}: cell_id {summary['cell_id']!r} is not the folder's name; it was copied or renamed"
+            )
+        summaries[folder.name] = summary
     return summaries
 
 
-def _read_table(path: Path, table: schema.Table) -> pl.DataFrame:
+def _check_types(file: Path, content: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    names = {str: "text", bool: "true or false", dict: "an object", int: "a whole number"}
+    for key, kind in types.items():
+        value = content[key]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise RecordError(f"{file}: '{key}' is {value!r}, not {names[kind]}; it was edited")
+
+
+def _labels(run_id: str, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """What every row of a cell's tables must say, where it has the column."""
+    return {"run_id": run_id, **{name: cell[name] for name in _CELL_LABELS}}
+
+
+def _read_table(path: Path, table: schema.Table, labels: Mapping[str, Any]) -> pl.DataFrame:
     if not path.exists():
         raise RecordError(f"{path}: file is missing; the run directory is incomplete")
     try:
@@ -411,18 +526,37 @@ def _read_table(path: Path, table: schema.Table) -> pl.DataFrame:
         raise RecordError(
             f"{path}: not a readable Parquet file ({_one_line(error)}); it is corrupt"
         ) from error
+    return _checked(frame, table, str(path), labels)
+
+
+def _checked(frame: pl.DataFrame, table: schema.Table, place: str, labels: Mapping[str, Any]) -> pl.DataFrame:
+    """The declared columns of a frame whose types, values, labels and keys are right."""
     for column in table.columns:
         if column.name not in frame.columns:
-            raise RecordError(f"{path}: column '{column.name}' is missing")
+            raise RecordError(f"{place}: column '{column.name}' is missing")
         found = frame.schema[column.name]
         if found != column.dtype:
-            raise RecordError(f"{path}: column '{column.name}' is {found}, expected {column.dtype}")
+            raise RecordError(f"{place}: column '{column.name}' is {found}, expected {column.dtype}")
     frame = frame.select(table.names)
-    _check_table(frame, table, str(path))
+    _check_table(frame, table, place, labels)
+    row = _first_repeated(frame, table)
+    if row is not None:
+        raise RecordError(f"{place}: key is not unique: row {row}, {_key(frame, table, row)}")
     return frame
 
 
-def _check_table(frame: pl.DataFrame, table: schema.Table, place: str) -> None:
+def _first_repeated(frame: pl.DataFrame, table: schema.Table) -> int | None:
+    """First row whose key an earlier row has; None if keys are unique."""
+    repeated = ~frame.select(pl.struct(table.key).is_first_distinct()).to_series()
+    return int(repeated.arg_max() or 0) if repeated.any() else None
+
+
+def _key(frame: pl.DataFrame, table: schema.Table, row: int) -> str:
+    values = frame.row(row, named=True)
+    return ", ".join(f"{name} {values[name]!r}" for name in table.key)
+
+
+def _check_table(frame: pl.DataFrame, table: schema.Table, place: str, labels: Mapping[str, Any]) -> None:
     """Raises RecordError on the first value that breaks a column's declaration or a row's invariant."""
     rules: list[tuple[str, str, pl.Expr]] = []
     for column in table.columns:
@@ -439,6 +573,11 @@ def _check_table(frame: pl.DataFrame, table: schema.Table, place: str) -> None:
             rules.append((column.name, f"is below {column.minimum:g}", value < column.minimum))
         if column.maximum is not None:
             rules.append((column.name, f"is above {column.maximum:g}", value > column.maximum))
+    rules += [
+        (name, f"is not {value!r}, as this cell's rows say", pl.col(name) != value)
+        for name, value in labels.items()
+        if name in table.names
+    ]
     rules += _ROW_INVARIANTS.get(table.name, [])
     verdicts = frame.select(
         bad.fill_null(False).any().alias(str(number)) for number, (_, _, bad) in enumerate(rules)
@@ -472,6 +611,11 @@ _ROW_INVARIANTS: dict[str, list[tuple[str, str, pl.Expr]]] = {
         ("error", "is set though status is ok", (pl.col("status") == "ok") & pl.col("error").is_not_null()),
         (
             "error_kind",
+            "is set though status is ok",
+            (pl.col("status") == "ok") & pl.col("error_kind").is_not_null(),
+        ),
+        (
+            "error_kind",
             "is null though status is not ok",
             (pl.col("status") != "ok") & pl.col("error_kind").is_null(),
         ),
@@ -481,7 +625,24 @@ _ROW_INVARIANTS: dict[str, list[tuple[str, str, pl.Expr]]] = {
             (pl.col("status") == "ok") & (pl.col("num_output_tokens") == 0),
         ),
         ("first_token_s", "is before sent_s", pl.col("first_token_s") < pl.col("sent_s")),
+        ("first_answer_s", "is before first_token_s", pl.col("first_answer_s") < pl.col("first_token_s")),
         ("last_token_s", "is before first_token_s", pl.col("last_token_s") < pl.col("first_token_s")),
+        ("last_token_s", "is before first_answer_s", pl.col("last_token_s") < pl.col("first_answer_s")),
+        (
+            "num_cached_tokens",
+            "exceeds num_prompt_tokens",
+            pl.col("num_cached_tokens") > pl.col("num_prompt_tokens"),
+        ),
+        (
+            "num_first_chunk_tokens",
+            "exceeds num_output_tokens",
+            pl.col("num_first_chunk_tokens") > pl.col("num_output_tokens"),
+        ),
+        (
+            "output_token_ids",
+            "holds a null",
+            pl.col("output_token_ids").list.drop_nulls().list.len() < pl.col("output_token_ids").list.len(),
+        ),
         (
             "output_token_ids",
             "has another length than num_output_tokens",
@@ -490,11 +651,38 @@ _ROW_INVARIANTS: dict[str, list[tuple[str, str, pl.Expr]]] = {
     ],
     "positions": [
         ("accepted", "is true though the position was not reached", pl.col("accepted") & ~pl.col("reached")),
+        (
+            "target_rank",
+            "is set though the position was not reached",
+            ~pl.col("reached") & pl.col("target_rank").is_not_null(),
+        ),
+        (
+            "target_prob",
+            "is set though the position was not reached",
+            ~pl.col("reached") & pl.col("target_prob").is_not_null(),
+        ),
     ],
     "tokens": [
         ("cdf_high", "is below cdf_low", pl.col("cdf_high") < pl.col("cdf_low")),
+        (
+            "cdf_high",
+            "is known where cdf_low is not, or the reverse",
+            pl.col("cdf_high").is_null() != pl.col("cdf_low").is_null(),
+        ),
     ],
 }
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    """A folder that did not exist before, even if another process asks for the same name now."""
+    number = 1
+    while True:
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
 
 
 def _lock(path: Path) -> IO[str]:
@@ -504,6 +692,9 @@ def _lock(path: Path) -> IO[str]:
     except BlockingIOError as error:
         stream.close()
         raise StorageError(f"{path}: another process is writing this run; wait for it or stop it") from error
+    except OSError:
+        stream.close()
+        raise
     return stream
 
 
@@ -517,7 +708,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise RecordError(
             f"{path}: can't be read ({error.strerror}); the run directory is incomplete"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not valid JSON ({_one_line(error)}); the file is corrupt") from error
     if not isinstance(content, dict):
         raise RecordError(f"{path}: not a JSON object; the file is corrupt")
@@ -525,12 +716,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(
-        json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
-    _flush(partial)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        _flush(partial)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _write_parquet(frame: pl.DataFrame, path: Path) -> None:
+    """Writes and flushes one file; every fault of the disk is an OSError."""
+    try:
+        frame.write_parquet(path, compression="zstd", statistics=True)
+    except pl.exceptions.PolarsError as error:
+        number = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+        raise OSError(number, _one_line(error)) from error
+    _flush(path)
 
 
 def _flush(path: Path) -> None:
@@ -546,7 +750,7 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
         return StorageError(
             f"{path}: disk full; free space and resume with --resume (finished cells are kept)"
         )
-    return StorageError(f"{path}: can't be written ({error.strerror}); choose a writable folder")
+    return StorageError(f"{path}: can't be written ({error.strerror or error}); choose a writable folder")
 
 
 def _one_line(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from typing import Any, Final
 import jinja2
 import nbformat
 import papermill
+import zmq
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from markupsafe import Markup
@@ -37,6 +38,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from papermill.exceptions import PapermillException
+from traitlets import default
 
 from specnb import __version__, notebook, theme
 from specnb.errors import NotebookError, StorageError
@@ -100,6 +102,10 @@ class ReportResult:
 class _ThisInterpreter(AsyncKernelManager):  # type: ignore[misc, unused-ignore]
     """Starts the IPython kernel of the running interpreter; no installed kernelspec is looked up."""
 
+    @default("transport_encryption")
+    def _encrypt_where_possible(self) -> str:
+        return "auto" if zmq.has("curve") else "disabled"
+
     @property
     def kernel_spec(self) -> KernelSpec:
         return KernelSpec(
@@ -107,6 +113,7 @@ class _ThisInterpreter(AsyncKernelManager):  # type: ignore[misc, unused-ignore]
             display_name="specnb",
             language="python",
             env={"PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+            metadata={"supported_encryption": "curve"},
         )
 
 
@@ -484,7 +491,9 @@ def render_page(run: Run, *, page: Page, pages: Sequence[Page], body: str) -> st
         current=page.name,
         pages=pages,
         body=body,
-        failure=notebook.scrub(page.failure) if page.failure else None,
+        failure=f"{notebook.scrub(page.failure)} What follows stops there: nothing on this page is a result."
+        if page.failure
+        else None,
         scripts=scripts,
         # A failed notebook may have stopped before its conditions box, which holds the banners.
         banners=notebook.banners(run) if "specnb-conditions" not in body else [],
@@ -509,7 +518,8 @@ def render_index(run: Run, *, pages: Sequence[Page], verdict: Mapping[str, Any])
         current="index",
         pages=pages,
         body=body,
-        failure=f"{len(failed)} of {len(pages)} notebooks did not run to their end: {', '.join(failed)}."
+        failure=f"{len(failed)} of {len(pages)} notebooks did not run to their end: {', '.join(failed)}. "
+        "The verdict below comes from the run itself; what those notebooks show is missing."
         if failed
         else None,
     )
@@ -592,7 +602,8 @@ def _prepare_output(output: NotebookNode, figures: list[str]) -> None:
         encoded = base64.b64encode(data["image/svg+xml"].encode()).decode()
         output.data = {"text/html": f'<img alt="figure" src="data:image/svg+xml;base64,{encoded}">'}
     elif "text/html" in data:
-        output.data = {"text/html": notebook.scrub(data["text/html"])}
+        # The page has its own style sheet; the one for JupyterLab would narrow it.
+        output.data = {"text/html": notebook.scrub(data["text/html"].replace(notebook.STYLE, ""))}
     else:
         output.data = {
             kind: notebook.scrub(text) if kind.startswith("text/") else text for kind, text in data.items()
@@ -605,7 +616,7 @@ def _placeholder(number: int) -> str:
 
 def _figure(spec: Mapping[str, Any], svg: str) -> str:
     """A chart as a static picture with its specification beside it, which `charts.js` makes interactive."""
-    spec = {**spec, "$schema": _CHART_SCHEMA}
+    spec = {key: value for key, value in spec.items() if key != "usermeta"} | {"$schema": _CHART_SCHEMA}
     described = html.escape(str(spec.get("description", "chart")), quote=True)
     # `<` can't occur in the script element, so that no text in the data can close it.
     content = json.dumps(spec, allow_nan=False).replace("<", "\\u003c")

@@ -52,11 +52,24 @@ COLUMN_TITLES: Final[dict[str, str]] = {
     "n": "n",
     "n_clusters": "distinct prompts",
     "level": "interval level",
-    "method": "interval method",
+    "method": "method",
     "reason": "why missing",
     "low": "interval from",
     "high": "interval to",
     "value": "value",
+    "min_concurrency": "lowest load",
+    "max_concurrency": "highest load",
+    "p_value": "p",
+    "p_holm": "p (Holm)",
+    "near_tie_nats": "near-tie threshold (nats)",
+    "margin_nats": "margin (nats)",
+    "margin_source": "margin from",
+    "index": "first difference at",
+    "token_id": "token",
+    "reference_token_id": "reference token",
+    "split_class": "first divergence",
+    "wall_s": "wall (s)",
+    "baseline_wall_s": "baseline wall (s)",
 }
 
 
@@ -72,8 +85,8 @@ def verdict_tone(verdict: str) -> str:
 
 
 def column_title(name: str) -> str:
-    """A column's name for people: its title in `COLUMN_TITLES`, else the name with blanks."""
-    return COLUMN_TITLES.get(name, name.replace("_", " "))
+    """A column's name for people: its title in `COLUMN_TITLES`, else the name with blanks, without `num_`."""
+    return COLUMN_TITLES.get(name, name.removeprefix("num_").replace("_", " "))
 
 
 def arm_domain(names: Sequence[str], *, arms: Sequence[str] = ()) -> list[str]:

@@ -8,6 +8,7 @@ notebook, so that the same code serves the report, the gate and CI.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -138,7 +139,7 @@ class Claim:
 
     def _repr_markdown_(self) -> str:
         reasons = "".join(f"\n- {reason}" for reason in self.reasons)
-        return f"**{self.verdict}** ({self.arm}): {self.sentence}" + (f"\n{reasons}" if reasons else "")
+        return f"**{self.verdict}**: {self.sentence}" + (f"\n{reasons}" if reasons else "")
 
     def as_dict(self) -> dict[str, Any]:
         """The claim as strict JSON content."""
@@ -181,9 +182,9 @@ def read_policy(path: Path | str) -> Policy:
         problem = error.errors()[0]
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            raise PlanError(
-                f"{path}: unknown key '{key}'; known keys: {', '.join(Policy.model_fields)}"
-            ) from error
+            close = difflib.get_close_matches(key, Policy.model_fields, n=1, cutoff=0.5)
+            hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(Policy.model_fields)}"
+            raise PlanError(f"{path}: unknown key '{key}'; {hint}") from error
         raise PlanError(f"{path}: {key}: {problem['msg']}, got {problem['input']!r}") from error
 
 
@@ -351,10 +352,11 @@ def equivalence_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, 
 def final_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
     """Whether to put an arm in front of its target; one claim an arm.
 
-    In this order: `inconclusive` if the run is unfinished, modelled, its arms can't be compared, nothing
-    was drafted, or fewer than `minimum_prompts` prompts took part; `do not adopt` if answers are not
-    equivalent, if the error rate is above `max_error_rate` with its whole interval, or if the speedup is
-    not supported; `inconclusive` if the speedup is; `canary first` if equivalence is inconclusive, there
+    In this order: `inconclusive` if the run is unfinished, modelled, or its arms can't be compared;
+    `do not adopt` if answers are not equivalent or if the whole interval of the error rate is above
+    `max_error_rate` and above the baseline's; `inconclusive` if nothing was drafted in the judged requests
+    or fewer than `minimum_prompts` prompts took part; `do not adopt` if the speedup is not supported;
+    `inconclusive` if the speedup is; `canary first` if equivalence is inconclusive, there
     are fewer than `minimum_repeats` repeats, or errors, the latency tail or answer lengths are outside the
     policy; else `adopt`, or `adopt up to concurrency N` if the speedup was not shown at the highest
     measured concurrency.
@@ -536,8 +538,9 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
         verdict=verdict,
         sentence=(
             f"{arm}: {said}: {_number(estimate, '.2f')} times the baseline's tokens a second at "
-            f"concurrency {judged} ({worst['sampling']}, {estimate.n} requests of {estimate.n_clusters} prompts, "
-            f"{estimate.method}; the lower end must reach {policy.minimum_speedup:g})."
+            f"concurrency {judged} ({worst['sampling']}, {estimate.n} requests of "
+            f"{estimate.n_clusters} prompts, {estimate.method}; the lower end must reach "
+            f"{policy.minimum_speedup:g})."
         ),
         estimate=estimate,
         threshold=policy.minimum_speedup,
@@ -596,9 +599,10 @@ def _equivalence_sentence(run: Run, found: Outcome) -> str:
     evidence = (
         f"{found.num_prompts} distinct prompts at concurrency {levels}"
         if found.match is None
-        else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy answer "
-        f"in their first pair at the lowest concurrency; over concurrency {levels} {found.num_mismatched} "
-        f"differ in some pair, {found.num_clear} of them with a margin above {found.near_tie_nats:g} nats"
+        else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy "
+        f"answer in their first pair at the lowest concurrency; {found.num_mismatched} differ in some pair "
+        f"at concurrency {levels}, {found.num_clear} of them with a margin above "
+        f"{found.near_tie_nats:g} nats"
     )
     said = {
         "equivalent": "answers are those of the target",
@@ -617,29 +621,32 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
     levels = sorted(set(run.requests.filter(pl.col("arm") == arm.name)["concurrency"]))
     errors, error_reason = _errors(run, arm.name, policy)
     tail_reasons, tail_missing = _tail(run, arm.name, policy, up_to=speedup.max_concurrency)
-    stoppers = []
-    if refused := refusal(run, arm=arm.name):
-        stoppers.append(f"refused: {refused}")
-    if not stoppers:
-        stoppers += not_comparable(run, arm=arm.name)
-    if _drafted_steps(run, arm.name).is_empty():
-        stoppers.append(_inactive(run, arm.name))
-    elif equivalence.verdict == "vacuous":
-        stoppers.append(equivalence.reasons[0])
-    if prompts < policy.minimum_prompts:
-        stoppers.append(f"{prompts} distinct prompts took part, {policy.minimum_prompts} are needed")
+    refused = refusal(run, arm=arm.name)
+    stoppers = [f"refused: {refused}"] if refused else list(not_comparable(run, arm=arm.name))
     rejections = []
     if equivalence.verdict == "not equivalent":
-        rejections.append(f"not equivalent: {equivalence.reasons[0]}")
+        rejections.append(f"its answers are not equivalent: {equivalence.reasons[0]}")
     if errors.low is not None and errors.low > policy.max_error_rate:
-        rejections.append(error_reason)
+        others, other_reason = _errors(run, run.plan.baseline.name, policy)
+        if others.high is not None and others.high >= errors.low:
+            stoppers.append(f"the baseline fails as well ({other_reason}); {arm.name}: {error_reason}")
+        else:
+            rejections.append(error_reason)
+    if not rejections:
+        # A fault that was seen stands, however few the prompts; the lack of one needs enough of them.
+        if _drafted_steps(run, arm.name).is_empty():
+            stoppers.append(_inactive(run, arm.name))
+        elif equivalence.verdict == "vacuous":
+            stoppers.append(equivalence.reasons[0])
+        if prompts < policy.minimum_prompts:
+            stoppers.append(f"{prompts} distinct prompts took part, {policy.minimum_prompts} are needed")
     if speedup.verdict == "not supported":
         rejections.append(_clause(speedup))
     cautions = []
     if equivalence.verdict == "inconclusive":
         cautions.append(f"equivalence is inconclusive: {equivalence.reasons[0]}")
     if run.plan.repeats < policy.minimum_repeats:
-        cautions.append(f"{_runs(run.plan.repeats)}, so run-to-run variation is unknown")
+        cautions.append(f"run-to-run variation is unknown ({_runs(run.plan.repeats)})")
     if errors.value is not None and errors.value > policy.max_error_rate and not rejections:
         cautions.append(error_reason)
     cautions += tail_reasons
@@ -687,15 +694,20 @@ def _final_sentence(
             else f"up to concurrency {speedup.max_concurrency}"
         )
         return (
-            f"{arm}: adopt it {where}: {_clause(speedup)}, and its answers are {equivalence.verdict} "
+            f"{arm}: adopt it {where}: {_evidence(speedup)}, and its answers are {equivalence.verdict} "
             f"({equivalence.n} distinct prompts)."
         )
     said = {
-        "canary first": f"try it on a canary first (up to concurrency {speedup.max_concurrency})",
+        "canary first": f"try it on a canary first, up to concurrency {speedup.max_concurrency}",
         "do not adopt": "do not adopt it",
         "inconclusive": "this run can't say",
     }[verdict]
     return f"{arm}: {said}, because {deciding[0].rstrip('.')}."
+
+
+def _evidence(speedup: Claim) -> str:
+    """The numbers of the speedup claim's sentence, from the estimate on."""
+    return _clause(speedup).split(": ", 1)[-1]
 
 
 def _clause(speedup: Claim) -> str:
@@ -754,7 +766,7 @@ def _unusable(run: Run, arm: Arm) -> str | None:
 
 def _inactive(run: Run, arm: str) -> str:
     steps = run.steps.filter(pl.col("arm") == arm)
-    return f"speculation_inactive: no draft was verified in {steps.height:,} target steps of {arm}"
+    return f"no draft was verified in {steps.height:,} target steps of {arm} (speculation_inactive)"
 
 
 def _drafted_steps(run: Run, arm: str) -> pl.DataFrame:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from simulated_runs import write_simulated_run
 
 from specnb.records import Run, read_run

@@ -189,12 +189,13 @@ class SimulatedEngine:
 
     def describe(self) -> dict[str, Any]:
         """Facts for the manifest; `simulated` is true and `label` says so in words."""
+        dtype = "float64" if self.plan.target.dtype == "auto" else self.plan.target.dtype
         return {
             "kind": "simulated",
             "simulated": True,
             "label": "simulated engine",
             "clock": "simulated: cell n starts at 1000 n seconds; not time of any machine",
-            "target": {"label": "simulated target", "dtype": "float64", "sha256": None},
+            "target": {"label": "simulated target", "dtype": dtype, "sha256": None},
             "device": "none",
             "args": self._settings[self.plan.baseline.name].model_dump(mode="json"),
         }

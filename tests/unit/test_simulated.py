@@ -99,7 +99,7 @@ def test_law_of_tokens_agrees_with_itself(simulated_run: Runs) -> None:
     mass = (tokens["cdf_high"] - tokens["cdf_low"]).to_numpy()
     # cdf_low near 1 leaves little precision for a tiny mass.
     assert np.allclose(np.log(mass[mass > 1e-6]), tokens["logprob"].to_numpy()[mass > 1e-6], atol=1e-6)
-    # Geometric law with the top token's mass p: margin = -log(1 - p), entropy = -log p - (1 - p) / p log(1 - p).
+    # Geometric law, top token's mass p: margin -log(1 - p), entropy -log p - (1 - p) / p log(1 - p).
     p = -np.expm1(-tokens["top1_top2_margin"].to_numpy())
     entropy = -np.log(p) - (1 - p) / p * np.log1p(-p)
     assert np.allclose(entropy, tokens["entropy_nats"].to_numpy())

@@ -1,0 +1,513 @@
+"""Equivalence: every outcome is reached on data made for it, and the field cases come out right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specnb import equivalence, schema
+from specnb.equivalence import (
+    Outcome,
+    classify_margin,
+    compare_answers,
+    corruption_table,
+    degenerate_logprobs,
+    explain_mismatch,
+    greedy_pairs,
+    greedy_table,
+    holm,
+    is_corrupted,
+    judge_equivalence,
+    pit_table,
+    quality_table,
+    repeated_4gram_share,
+    sampled_tests,
+    sensitivity_table,
+    split_table,
+)
+from specnb.records import Run
+
+Runs = Callable[..., Run]
+
+
+def judge(run: Run, **options: Any) -> Outcome:
+    return judge_equivalence(run, arm="draft", rng=np.random.default_rng(0), **options)
+
+
+def with_tables(run: Run, **frames: pl.DataFrame) -> Run:
+    """The opened run with some tables replaced in memory; the directory stays as it is."""
+    run._tables.update(frames)
+    return run
+
+
+def without_margins(run: Run) -> Run:
+    return with_tables(run, splits=schema.empty(schema.SPLITS), tokens=schema.empty(schema.TOKENS))
+
+
+def with_flips(run: Run, flips: dict[tuple[str, int, int], int], *, first: int = 0) -> Run:
+    """Changes the first token of answers; (arm, concurrency, repeat) -> number of prompts from `first` on."""
+    prompts = sorted(set(run.requests["prompt_id"]))
+    changed = {
+        (arm, concurrency, repeat, prompt)
+        for (arm, concurrency, repeat), count in flips.items()
+        for prompt in prompts[first : first + count]
+    }
+    ids, texts = [], []
+    for row in run.requests.iter_rows(named=True):
+        flip = (row["arm"], row["concurrency"], row["repeat"], row["prompt_id"]) in changed
+        ids.append([1, *row["output_token_ids"][1:]] if flip else row["output_token_ids"])
+        texts.append(f"other {row['output_text']}" if flip else row["output_text"])
+    requests = run.requests.with_columns(pl.Series("output_token_ids", ids), pl.Series("output_text", texts))
+    return with_tables(run, requests=requests)
+
+
+# Comparing two answers
+
+
+def test_c01_an_exact_tie_is_no_failure_but_counted() -> None:
+    found = compare_answers([4, 8, 15, 16, 42], [4, 8, 15, 16, 23], text="a", reference_text="b")
+    assert (found.kind, found.index, found.token_id, found.reference_token_id) == ("differs", 4, 42, 23)
+    assert classify_margin(-1.203125 - -1.203125, near_tie_nats=0.1) == "tie"
+
+
+def test_c02_a_small_margin_is_a_near_tie_and_an_unranked_token_is_not() -> None:
+    assert classify_margin(0.03, near_tie_nats=0.1) == "near_tie"
+    # The top-1/top-2 gap is small, but the arm's token may be of any rank.
+    assert classify_margin(0.03, near_tie_nats=0.1, lower_bound=True) == "unknown"
+    assert classify_margin(0.3, near_tie_nats=0.1, lower_bound=True) == "clear"
+    pairs = pl.DataFrame(
+        {
+            "split_class": ["near_tie", "clear", "identical"],
+            "margin_nats": [0.07, 0.3, None],
+            "margin_source": "x",
+        }
+    )
+    assert sensitivity_table(pairs).rows() == [(0.05, 2, 0, 0, 2), (0.1, 1, 1, 0, 2), (0.5, 0, 2, 0, 2)]
+
+
+def test_c03_a_clear_margin_is_a_suspected_bug(simulated_run: Runs) -> None:
+    assert classify_margin(2.4, near_tie_nats=0.1) == "clear"
+    found = judge(simulated_run(dtype="bfloat16", diverge_rate=0.2, diverge_margin=2.4))
+    assert found.outcome == "not equivalent"
+    assert found.num_clear == 5
+    assert found.reasons[0].startswith(
+        "5 of 24 distinct prompts part from the baseline where the target is sure"
+    )
+    assert "largest margin 2.40 nats, threshold 0.1" in found.reasons[0]
+    assert "suspect a bug" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("margin", "fp64", "expected"),
+    [
+        (0.0, None, "tie"),
+        (0.0, 5e-5, "tie"),
+        (0.0, 0.02, "near_tie"),
+        (0.0, 0.5, "clear"),
+        (-0.05, None, "near_tie"),
+        (-2.0, None, "clear"),
+        (None, None, "unknown"),
+        (None, 0.01, "near_tie"),
+    ],
+)
+def test_both_precisions_must_be_small(margin: float | None, fp64: float | None, expected: str) -> None:
+    assert classify_margin(margin, fp64, near_tie_nats=0.1) == expected
+
+
+def test_c08_a_missing_stop_token_and_other_ids_of_one_text_are_named() -> None:
+    stop = ("stop", "stop")
+    eos = compare_answers([11, 12, 13], [11, 12, 13, 2], text="x", reference_text="x", finish_reasons=stop)
+    assert (eos.kind, eos.index, eos.token_id, eos.reference_token_id) == ("eos_only", 3, None, 2)
+    other = compare_answers([78], [7, 8], text="x", reference_text="x", finish_reasons=stop)
+    assert other.kind == "same_text_different_ids"
+    cut = compare_answers([11], [11, 12], text="x", reference_text="xy", finish_reasons=stop)
+    assert cut.kind == "differs"
+    assert compare_answers(None, [1], text="x", reference_text="x").kind == "identical"
+    assert compare_answers(None, [1], text="x", reference_text="y").kind == "differs"
+
+
+@given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
+def test_the_first_difference_is_the_first(left: list[int], right: list[int]) -> None:
+    found = compare_answers(left, right, text=str(left), reference_text=str(right))
+    if found.kind == "identical":
+        assert left == right
+    else:
+        assert found.index is not None
+        assert left[: found.index] == right[: found.index]
+        assert left[found.index : found.index + 1] != right[found.index : found.index + 1]
+
+
+# Outcomes
+
+
+def test_equal_answers_are_equivalent(simulated_run: Runs) -> None:
+    found = judge(simulated_run(sampling=["greedy", "sampled"]))
+    assert (found.outcome, found.num_prompts, found.num_mismatched) == ("equivalent", 24, 0)
+    assert found.match is not None
+    assert (found.match.value, found.match.n) == (1.0, 24)
+    # Wilson with no mismatch: n / (n + z^2).
+    assert found.match.low == pytest.approx(24 / (24 + 1.959964**2), abs=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "margin"), [("bfloat16", 0.03), ("float32", 5e-4), ("float32", 0.0)])
+def test_near_ties_are_equivalent_up_to_numerics(simulated_run: Runs, dtype: str, margin: float) -> None:
+    found = judge(simulated_run(dtype=dtype, diverge_rate=0.2, diverge_margin=margin))
+    assert (found.outcome, found.num_mismatched, found.num_clear) == ("equivalent up to numerics", 5, 0)
+
+
+def test_the_threshold_is_that_of_the_precision(simulated_run: Runs) -> None:
+    found = judge(simulated_run(dtype="float32", diverge_rate=0.2, diverge_margin=0.03))
+    assert (found.outcome, found.near_tie_nats) == ("not equivalent", 1e-3)
+
+
+def test_margins_come_from_both_arms_tokens_where_nothing_was_judged_again(simulated_run: Runs) -> None:
+    run = with_tables(simulated_run(diverge_rate=0.2), splits=schema.empty(schema.SPLITS))
+    splits = greedy_pairs(run, arm="draft").filter(~pl.col("identical"))
+    assert set(splits["margin_source"]) == {"logprobs"}
+    assert splits["margin_nats"].to_numpy() == pytest.approx(2.4)
+    assert judge(run).outcome == "not equivalent"
+
+
+def test_c16_degenerate_logprobs_are_not_used(simulated_run: Runs) -> None:
+    run = simulated_run(diverge_rate=0.2)
+    tokens = run.table("tokens").with_columns(
+        logprob=pl.when(pl.col("arm") == "draft").then(0.0).otherwise("logprob")
+    )
+    flat = tokens.filter(pl.col("arm") == "draft")
+    assert set(degenerate_logprobs(tokens)) == set(flat["request_id"])
+    run = with_tables(run, tokens=tokens, splits=schema.empty(schema.SPLITS))
+    splits = greedy_pairs(run, arm="draft").filter(~pl.col("identical"))
+    # The baseline's own gap is used; above the threshold, the split is clear whatever the arm's rank.
+    assert set(splits["margin_source"]) == {"lower bound"}
+    assert set(splits["split_class"]) == {"clear"}
+    zero = with_tables(run, tokens=tokens.with_columns(logprob=pl.lit(0.0)))
+    assert set(greedy_pairs(zero, arm="draft").filter(~pl.col("identical"))["split_class"]) == {"unknown"}
+    assert judge(zero).outcome == "inconclusive"
+    assert len(degenerate_logprobs(pl.DataFrame({"request_id": ["a"] * 20, "logprob": [0.0] * 20}))) == 1
+
+
+@pytest.mark.parametrize("overrides", [{"no_drafts": True}, {"no_drafts": True, "diverge_rate": 1.0}])
+def test_a19_without_drafts_the_verdict_is_vacuous(simulated_run: Runs, overrides: dict[str, Any]) -> None:
+    found = judge(simulated_run(**overrides))
+    assert found.outcome == "vacuous"
+    assert found.reasons[0].startswith("no draft was verified in any judged request")
+
+
+def test_a24_drafts_elsewhere_do_not_make_the_judged_requests_speculative(simulated_run: Runs) -> None:
+    run = simulated_run(sampling=["greedy", "sampled"], no_drafts=["greedy"])
+    assert run.steps["num_draft_tokens"].sum() > 0
+    found = judge(run)
+    assert found.outcome == "vacuous"
+    assert found.reasons[0].startswith("no draft was verified in the greedy requests (greedy)")
+
+
+def test_a23_arms_that_got_other_prompts_are_not_compared(simulated_run: Runs) -> None:
+    found = judge(simulated_run(prompt_token_shift=16))
+    assert (found.outcome, found.reasons) == (
+        "inconclusive",
+        ("prompt token counts differ on 96 of 96 rows",),
+    )
+    run = simulated_run()
+    other = run.requests.with_columns(
+        prompt_sha256=pl.when(pl.col("arm") == "draft").then(pl.lit("x")).otherwise("prompt_sha256")
+    )
+    assert judge(with_tables(run, requests=other)).reasons == ("prompts differ in content on 96 of 96 rows",)
+    run = simulated_run()
+    fewer = run.requests.filter((pl.col("arm") == "baseline") | (pl.col("prompt_id") != "low-003"))
+    assert judge(with_tables(run, requests=fewer)).reasons == (
+        "the arms do not share their prompts: 4 of 96 requests have no partner",
+    )
+
+
+def test_an_unfinished_run_is_inconclusive(simulated_run: Runs) -> None:
+    found = judge(simulated_run(status="interrupted"))
+    assert (found.outcome, found.reasons) == (
+        "inconclusive",
+        ("the run's status is interrupted, not finished",),
+    )
+
+
+def test_a_warm_cache_on_one_side_is_not_compared(simulated_run: Runs) -> None:
+    found = judge(simulated_run(cached_tokens=20))
+    assert found.outcome == "inconclusive"
+    assert "prefix cache served" in found.reasons[0]
+
+
+def test_modelled_and_lossy_runs_are_refused(simulated_run: Runs) -> None:
+    found = judge(simulated_run(modelled=True))
+    assert (found.outcome, found.reasons[0]) == (
+        "refused",
+        "the run is modelled (dummy weights or synthetic acceptance)",
+    )
+    lossy = simulated_run(modelled=True, arms={"draft": {"rejection_sample_method": "synthetic"}})
+    assert "synthetic acceptance does not keep the target's law" in judge(lossy).reasons[0]
+
+
+def test_few_prompts_are_inconclusive_and_more_are_not(simulated_run: Runs) -> None:
+    few = judge(simulated_run(prompts_per_cell=9))
+    assert (few.outcome, few.reasons) == (
+        "inconclusive",
+        ("18 distinct prompts were compared, 20 are needed",),
+    )
+    assert judge(simulated_run(prompts_per_cell=10)).outcome == "equivalent"
+
+
+def test_early_stops_are_not_equivalent(simulated_run: Runs) -> None:
+    assert judge(simulated_run(truncate=0.5)).outcome == "not equivalent"
+
+
+# Controls
+
+
+def thousand(run: Runs) -> Run:
+    return run(prompts_per_cell=60, lengths=["short"], max_tokens=4, concurrency=[1])
+
+
+def test_c04_mismatch_is_held_against_the_baselines_own(simulated_run: Runs) -> None:
+    flips = {("draft", 1, 0): 14, ("draft", 1, 1): 14}
+    run = without_margins(with_flips(thousand(simulated_run), flips, first=40))
+    run = with_flips(run, {("baseline", 1, 1): 2})
+    table = greedy_table(run).filter(pl.col("comparison") == "draft against baseline")
+    row = table.row(0, named=True)
+    assert (row["num_mismatched"], row["n"], row["control"]) == (14, 120, False)
+    assert row["value"] == pytest.approx(106 / 120)
+    assert row["p_value"] == pytest.approx(0.0031, abs=5e-5)
+    found = judge(run)
+    assert found.outcome == "inconclusive"
+    assert "14 of 120 distinct prompts differ at a margin that is not known" in found.reasons[0]
+    assert any(
+        "excess mismatch at concurrency 1: 14 of 120 prompts against 2 of 120 in the control "
+        "(Fisher p 0.0031)" in reason
+        for reason in found.reasons
+    )
+
+
+def test_c04_variant_an_unstable_baseline_is_inconclusive(simulated_run: Runs) -> None:
+    run = without_margins(with_flips(thousand(simulated_run), {("draft", 1, 0): 14, ("draft", 1, 1): 14}))
+    run = with_flips(run, {("baseline", 1, 1): 12}, first=60)
+    row = greedy_table(run).filter(pl.col("comparison") == "draft against baseline").row(0, named=True)
+    assert row["p_value"] == pytest.approx(0.84, abs=5e-3)
+    found = judge(run)
+    assert found.outcome == "inconclusive"
+    assert any("unstable: at concurrency 1 12 of 120 prompts differ" in reason for reason in found.reasons)
+
+
+def test_c04_prompts_that_are_unstable_in_the_control_are_not_blamed(simulated_run: Runs) -> None:
+    run = with_tables(thousand(simulated_run), splits=schema.empty(schema.SPLITS))
+    prompts = sorted(set(run.requests["prompt_id"]))
+    run = with_flips(run, {("draft", 1, 0): 1, ("baseline", 1, 1): 1})
+    repeats = pl.col("cell_id").str.ends_with("r1")
+
+    def unlikely(where: pl.Expr) -> pl.DataFrame:
+        # The changed token is one that the target is sure not to want.
+        chosen = (pl.col("prompt_id") == prompts[0]) & where
+        return run.table("tokens").with_columns(logprob=pl.when(chosen).then(-9.0).otherwise("logprob"))
+
+    tie = with_tables(run, tokens=unlikely((pl.col("arm") == "draft") & ~repeats))
+    # The baseline flips at a tie: that does not excuse a clear split.
+    assert judge(tie).outcome == "not equivalent"
+    clear = with_tables(run, tokens=unlikely((pl.col("arm") == "draft") | repeats))
+    assert set(greedy_pairs(clear, arm="baseline").filter(~pl.col("identical"))["split_class"]) == {"clear"}
+    found = judge(clear)
+    assert (found.outcome, found.num_clear) == ("inconclusive", 0)
+    assert "1 prompts differ where the baseline differs from itself and are not blamed" in found.reasons
+
+
+def test_c05_concurrency_is_judged_beside_its_own_control(simulated_run: Runs) -> None:
+    base = {"prompts_per_cell": 10, "concurrency": [1, 8], "max_tokens": 8}
+    run = without_margins(with_flips(simulated_run(**base), {("baseline", 8, 1): 6}))
+    run = with_flips(run, {("draft", 8, 0): 6, ("draft", 8, 1): 6}, first=10)
+    table = greedy_table(run)
+    control = table.filter(pl.col("comparison") == "baseline against itself")
+    assert control.select("concurrency", "num_mismatched", "n").rows() == [(1, 0, 20), (8, 6, 20)]
+    across = table.filter(pl.col("comparison") == "baseline against itself at the lowest concurrency")
+    assert across.select("concurrency", "num_mismatched_pairs").rows() == [(8, 6)]
+    found = judge(run)
+    assert found.outcome == "equivalent up to numerics"
+    assert any(
+        reason
+        == "at concurrency 8 the baseline differs from itself on 6 of 20 prompts and from the arm on 6 of "
+        "20: batching, judged at concurrency 1"
+        for reason in found.reasons
+    )
+    sequential = with_flips(run, {("draft", 1, 0): 3, ("draft", 1, 1): 3})
+    assert judge(sequential).outcome == "inconclusive"
+
+
+def test_c06_one_prompt_asked_often_is_one_prompt(simulated_run: Runs) -> None:
+    run = simulated_run(
+        tiers=["low"], prompts_per_cell=1, repeats=12, diverge_rate=1.0, concurrency=[1], lengths=["medium"]
+    )
+    row = greedy_table(run).filter(pl.col("comparison") == "draft against baseline").row(0, named=True)
+    assert (row["n"], row["num_mismatched"], row["num_pairs"], row["num_mismatched_pairs"]) == (1, 1, 12, 12)
+    found = judge(run)
+    assert found.reasons[0].startswith("1 of 1 distinct prompts part from the baseline")
+
+
+def test_c21_a_precise_rerun_separates_numerics_from_a_bug(simulated_run: Runs) -> None:
+    low = simulated_run(dtype="bfloat16", diverge_rate=0.2, diverge_margin=0.03)
+    same = simulated_run(dtype="float32")
+    different = simulated_run(dtype="float32", diverge_rate=0.2, diverge_margin=2.4)
+    assert explain_mismatch(low, same, arm="draft") == "numerics"
+    assert explain_mismatch(low, different, arm="draft") == "bug"
+    assert explain_mismatch(same, different, arm="draft") == "no mismatch"
+    smaller = simulated_run(dtype="float32", prompts_per_cell=2)
+    assert explain_mismatch(low, smaller, arm="draft") == "inconclusive"
+
+
+def test_controls_and_classes_are_counted(simulated_run: Runs) -> None:
+    run = simulated_run(unstable_rate=0.3, unstable_margin=0.0, unstable_from_concurrency=4)
+    table = greedy_table(run)
+    by_name = {
+        (row["comparison"], row["concurrency"]): row["num_mismatched"] for row in table.iter_rows(named=True)
+    }
+    assert by_name["baseline against itself", 1] == by_name["draft against itself", 1] == 0
+    assert by_name["baseline against itself", 4] > 0
+    assert by_name["draft against itself", 4] > 0
+    assert table["low"].to_numpy() == pytest.approx(np.clip(table["low"].to_numpy(), 0, 1))
+    splits = split_table(run, arm="draft")
+    totals = splits.group_by("comparison", "concurrency").agg(
+        pl.col("count").sum(), pl.col("num_pairs").first()
+    )
+    assert totals.filter(pl.col("count") != pl.col("num_pairs")).is_empty()
+    assert judge(run).outcome == "equivalent up to numerics"
+
+
+def test_a_baseline_as_unstable_as_the_arm_is_no_proof_against_the_arm(simulated_run: Runs) -> None:
+    found = judge(simulated_run(unstable_rate=0.2, unstable_margin=0.5))
+    assert found.outcome == "inconclusive"
+    assert found.reasons[0].startswith("the baseline itself is unstable: at concurrency 1 ")
+    # The same splits in a baseline that is stable are the arm's fault.
+    assert judge(simulated_run(diverge_rate=0.2, diverge_margin=0.5)).outcome == "not equivalent"
+    # A baseline whose own splits are all near ties does not excuse clear ones.
+    mixed = simulated_run(unstable_rate=0.1, unstable_margin=0.0, diverge_rate=0.2, diverge_margin=0.5)
+    assert judge(mixed).outcome == "not equivalent"
+
+
+def test_unknown_arms_are_named(simulated_run: Runs) -> None:
+    with pytest.raises(ValueError, match="arm 'drat' is not in the plan; it has baseline, draft"):
+        greedy_pairs(simulated_run(), arm="drat")
+    with pytest.raises(ValueError, match="across_concurrency compares an arm with itself"):
+        greedy_pairs(simulated_run(), arm="draft", across_concurrency=True)
+
+
+# Corruption, scores, sampled answers
+
+
+def test_c10_a_loop_with_collapsed_acceptance_is_corruption() -> None:
+    assert is_corrupted(0.92, 0.05, [2.6, 1.05, 1.00])
+    assert not is_corrupted(0.92, 0.90, [2.6, 1.05, 1.00])
+    assert not is_corrupted(0.92, 0.05, [2.6, 3.5, 4.9])
+    assert not is_corrupted(0.05, 0.05, [2.6, 1.05, 1.00])
+    assert repeated_4gram_share([1, 2] * 20) == pytest.approx(1 - 2 / 37)
+    assert repeated_4gram_share(list(range(40))) == 0.0
+    assert repeated_4gram_share([1] * 15) is None
+
+
+def test_c10_corruption_is_found_at_any_temperature(simulated_run: Runs) -> None:
+    options: dict[str, Any] = {"lengths": ["long"], "sampling": ["sampled"]}
+    run = simulated_run(corrupt_rate=0.3, **options)
+    table = corruption_table(run, arm="draft").filter("corrupted")
+    assert table.height > 0
+    assert all(windows[0] - windows[-1] >= 0.3 for windows in table["acceptance_windows"])
+    found = judge(run)
+    assert found.outcome == "not equivalent"
+    assert any(reason.startswith("corruption: ") and "request draft." in reason for reason in found.reasons)
+    assert corruption_table(simulated_run(**options), arm="draft").filter("corrupted").is_empty()
+
+
+def test_c15_paired_scores_that_fall_are_not_equivalent(simulated_run: Runs) -> None:
+    run = simulated_run(prompts_per_cell=20, concurrency=[1], repeats=1)
+    prompts = sorted(set(run.requests["prompt_id"]))
+    wrong = {"baseline": set(prompts[:1]), "draft": set(prompts[:12])}
+    scores = [
+        0.0 if prompt in wrong[arm] else 1.0
+        for arm, prompt in run.requests.select("arm", "prompt_id").iter_rows()
+    ]
+    run = with_tables(run, requests=run.requests.with_columns(grader_score=pl.Series(scores)))
+    row = quality_table(run, arm="draft").row(0, named=True)
+    assert (row["n"], row["num_baseline_right"], row["num_arm_right"]) == (40, 39, 28)
+    assert (row["num_only_baseline_right"], row["num_only_arm_right"]) == (11, 0)
+    assert row["p_value"] == pytest.approx(0.00098, abs=5e-6)
+    found = judge(run)
+    assert found.outcome == "not equivalent"
+    assert "discordant 11:0, McNemar p 0.00098" in found.reasons[0]
+
+
+def test_better_scores_are_no_fault(simulated_run: Runs) -> None:
+    assert judge(simulated_run(score=0.8)).outcome == "equivalent"
+    worse = judge(simulated_run(score=0.9, score_drop=0.6))
+    assert worse.outcome == "not equivalent"
+    assert any(reason.startswith("scores fall under greedy") for reason in worse.reasons)
+
+
+def test_a_wrong_law_of_sampled_tokens_is_found(simulated_run: Runs, rng: np.random.Generator) -> None:
+    good = sampled_tests(simulated_run(sampling=["sampled"]), arm="draft", rng=rng)
+    assert good.filter(pl.col("p_value") < 0.01).is_empty()
+    assert good["test"].to_list() == ["pit_uniform", "pit_uniform_control", "output_length", "mean_logprob"]
+    bad = sampled_tests(simulated_run(sampling=["sampled"], wrong_law=0.3), arm="draft", rng=rng)
+    p = dict(bad.select("test", "p_holm").iter_rows())
+    assert p["pit_uniform"] < 0.01
+    assert p["pit_uniform_control"] is None
+    found = judge(simulated_run(sampling=["greedy", "sampled"], wrong_law=0.3))
+    assert found.outcome == "not equivalent"
+    assert "sampled answers under sampled fail the pit_uniform test" in found.reasons[0]
+
+
+def test_a_baseline_off_its_own_law_makes_the_test_inconclusive(simulated_run: Runs) -> None:
+    run = simulated_run(sampling=["sampled"])
+    shifted = run.table("tokens").with_columns(
+        cdf_low=pl.col("cdf_low") ** 2, cdf_high=pl.col("cdf_high") ** 2
+    )
+    found = judge(with_tables(run, tokens=shifted))
+    assert found.outcome == "inconclusive"
+    assert "but so does the baseline" in found.reasons[0]
+
+
+def test_p_values_of_correlated_tokens_are_not_inflated(rng: np.random.Generator) -> None:
+    """Tokens of one prompt that share one u: a pooled test would reject nearly always, this one does not."""
+    rejected = 0
+    for _ in range(60):
+        u = np.repeat(rng.random(16), 50)
+        tokens = pl.DataFrame(
+            {
+                "arm": "draft",
+                "sampling": "sampled",
+                "prompt_id": np.repeat([f"p{i}" for i in range(16)], 50),
+                "cdf_low": u,
+                "cdf_high": u,
+            }
+        )
+        found = equivalence._pit_test(tokens, "draft", "sampled", rng, 499)
+        rejected += found["p_value"] < 0.05
+    # Binomial(60, 0.05) exceeds 9 with a chance below 0.002.
+    assert rejected <= 9
+
+
+def test_tests_without_data_say_why(simulated_run: Runs, rng: np.random.Generator) -> None:
+    few = sampled_tests(simulated_run(sampling=["sampled"], prompts_per_cell=3), arm="draft", rng=rng)
+    assert set(few["reason"]) == {"fewer than 8 prompts"}
+    assert few["p_value"].null_count() == 4
+    assert sampled_tests(simulated_run(), arm="draft", rng=rng).is_empty()
+
+
+def test_pit_table_counts_every_token_once(simulated_run: Runs, rng: np.random.Generator) -> None:
+    run = simulated_run(sampling=["sampled"])
+    table = pit_table(run, arms=["baseline", "draft"], rng=rng, num_bins=10)
+    assert table.height == 20
+    assert table.group_by("arm").agg(pl.col("value").sum())["value"].to_list() == pytest.approx([1.0, 1.0])
+    # A pointwise 95 % band holds about 19 of 20 bins; below 15 has a chance under 1e-4.
+    assert table.filter(pl.col("value").is_between("low", "high")).height >= 15
+    assert pit_table(simulated_run(), arms=["draft"], rng=rng).is_empty()
+
+
+def test_holm_adjusts_in_order_and_keeps_none() -> None:
+    # 0.01 * 3, then 0.02 * 2 = 0.04, then 0.03 * 1 raised to the one before it.
+    assert holm([0.03, None, 0.01, 0.02]) == pytest.approx([0.04, None, 0.03, 0.04])
+    assert holm([]) == []

@@ -1,0 +1,451 @@
+"""Verdicts: each comes out either way on runs built for it, and says so in sentences and strict JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import polars as pl
+import pytest
+
+from specnb.errors import PlanError
+from specnb.records import Run
+from specnb.stats import Estimate
+from specnb.verdicts import (
+    CLAIM_VERDICTS,
+    Claim,
+    Policy,
+    entropy_verdict,
+    equivalence_verdict,
+    final_verdict,
+    gate_exit_code,
+    read_policy,
+    speedup_verdict,
+    suffix_decay_verdict,
+    verdict_json,
+    verdict_overview,
+    verdict_schema,
+)
+
+Runs = Callable[..., Run]
+
+FAST: dict[str, Any] = {"alpha": 0.8, "step_token_s": 0.0001, "score": 0.9}
+# A cycle costs more with every position computed: the gain at 1 is gone at 16.
+CROSSING: dict[str, Any] = {
+    "alpha": 0.7,
+    "step_base_s": 0.02,
+    "step_token_s": 0.002,
+    "concurrency": [1, 4, 16],
+    "prompts_per_cell": 16,
+}
+
+
+def one(claims: tuple[Claim, ...]) -> Claim:
+    (claim,) = claims
+    return claim
+
+
+def strict(text: str) -> Any:
+    def refuse(literal: str) -> None:
+        raise AssertionError(f"{literal} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# Suffix decay
+
+
+@pytest.mark.parametrize(
+    ("overrides", "verdict", "said"),
+    [
+        ({"conditional_rates": (0.9, 0.7, 0.5, 0.3)}, "supported", "later drafts are accepted less often"),
+        (
+            {"conditional_rates": (0.3, 0.5, 0.7, 0.9)},
+            "not supported",
+            "later drafts are accepted as often as early ones",
+        ),
+        ({"alpha": 0.7, "prompts_per_cell": 6}, "inconclusive", "the data do not show"),
+    ],
+)
+def test_suffix_decay_comes_out_each_way(
+    simulated_run: Runs, overrides: dict[str, Any], verdict: str, said: str
+) -> None:
+    claim = one(suffix_decay_verdict(simulated_run(**overrides)))
+    assert claim.verdict == verdict
+    assert claim.sentence.startswith(f"draft: {said}")
+    assert claim.estimate is not None
+    assert (
+        f"{claim.estimate.value:+.3f} [{claim.estimate.low:+.3f}, {claim.estimate.high:+.3f}]"
+        in claim.sentence
+    )
+    assert f"{claim.n:,} reached drafts of {claim.estimate.n_clusters} prompts" in claim.sentence
+    assert "concurrency 1 and 4" in claim.sentence
+
+
+def test_a_constant_rate_is_no_decay_although_survival_falls(simulated_run: Runs) -> None:
+    run = simulated_run(alpha=0.7, prompts_per_cell=60, prompt_concentration=8.0, lengths=["long"])
+    assert one(suffix_decay_verdict(run)).verdict == "not supported"
+
+
+# Entropy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "verdict"),
+    [
+        ({"entropy_slope": 1.5}, "supported"),
+        ({"entropy_slope": -1.5}, "not supported"),
+        ({"entropy_slope": 0.0, "prompts_per_cell": 6}, "inconclusive"),
+    ],
+)
+def test_entropy_comes_out_each_way(simulated_run: Runs, overrides: dict[str, Any], verdict: str) -> None:
+    claim = one(entropy_verdict(simulated_run(**overrides)))
+    assert claim.verdict == verdict
+    assert "half of tokens with the lowest entropy (up to" in claim.sentence
+
+
+def test_entropy_gap_is_the_difference_of_pooled_rates(simulated_run: Runs) -> None:
+    run = simulated_run(entropy_slope=1.5)
+    claim = one(entropy_verdict(run))
+    tokens = run.table("tokens").filter(pl.col("origin").is_in(["accepted", "recovered"]))
+    low = pl.col("entropy_nats") <= np.median(tokens["entropy_nats"].to_numpy())
+    hit = pl.col("origin") == "accepted"
+    gap = tokens.select(hit.filter(low).mean() - hit.filter(~low).mean()).item()
+    assert claim.estimate is not None
+    assert claim.estimate.value == pytest.approx(gap)
+    assert claim.n == tokens.height
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [({"low": 0.9, "high": 0.4}, "supported"), ({"low": 0.4, "high": 0.9}, "not supported")],
+)
+def test_without_tokens_the_tiers_are_compared(
+    simulated_run: Runs, rates: dict[str, float], verdict: str
+) -> None:
+    run = simulated_run(alpha_by_tier=rates)
+    run._tables["tokens"] = run.table("tokens").clear()
+    claim = one(entropy_verdict(run))
+    assert claim.verdict == verdict
+    assert "low-entropy tier (compared with the high one alone)" in claim.sentence
+
+
+def test_one_tier_without_tokens_says_why(simulated_run: Runs) -> None:
+    run = simulated_run(tiers=["low"])
+    run._tables["tokens"] = run.table("tokens").clear()
+    claim = one(entropy_verdict(run))
+    assert (claim.verdict, claim.reasons) == (
+        "inconclusive",
+        ("entropy was not recorded and the prompts are of one tier",),
+    )
+
+
+# Speedup
+
+
+def test_speedup_is_supported_not_supported_or_inconclusive(simulated_run: Runs) -> None:
+    fast = one(speedup_verdict(simulated_run(**FAST)))
+    assert (fast.verdict, fast.max_concurrency) == ("supported", 4)
+    assert fast.sentence.startswith("draft: faster at every measured concurrency (1 and 4): ")
+    assert "the lower end must reach 1.05)." in fast.sentence
+    slow = one(speedup_verdict(simulated_run(**FAST, speed_factor=0.3)))
+    assert (slow.verdict, slow.max_concurrency) == ("not supported", None)
+    assert slow.estimate is not None
+    assert slow.estimate.high is not None
+    assert slow.estimate.high < 1.05
+    # A true ratio near the threshold can't be told from it with these prompts.
+    value = fast.estimate.value if fast.estimate else None
+    assert value is not None
+    near = one(speedup_verdict(simulated_run(**FAST), Policy(minimum_speedup=value)))
+    assert (near.verdict, near.max_concurrency) == ("inconclusive", None)
+    assert "the data do not show whether it is faster" in near.sentence
+
+
+def test_speedup_says_up_to_which_concurrency(simulated_run: Runs) -> None:
+    claim = one(speedup_verdict(simulated_run(**CROSSING)))
+    assert (claim.verdict, claim.max_concurrency) == ("supported", 4)
+    assert "faster up to concurrency 4, not shown at 16" in claim.sentence
+    at_16 = one(speedup_verdict(simulated_run(**CROSSING), Policy(target_concurrency=16)))
+    assert at_16.verdict == "not supported"
+    assert "at concurrency 16" in at_16.sentence
+    elsewhere = one(speedup_verdict(simulated_run(**CROSSING), Policy(target_concurrency=8)))
+    assert (elsewhere.verdict, elsewhere.reasons) == (
+        "inconclusive",
+        ("concurrency 8 was not measured (1, 4, 16 were)",),
+    )
+
+
+def test_few_prompts_never_support_a_speedup(simulated_run: Runs) -> None:
+    claim = one(speedup_verdict(simulated_run(**FAST, prompts_per_cell=4)))
+    assert (claim.verdict, claim.max_concurrency) == ("inconclusive", None)
+    assert claim.reasons[0] == "8 distinct prompts, 20 are needed"
+
+
+def test_b26_tokens_a_second_are_compared_and_lengths_flagged(simulated_run: Runs) -> None:
+    run = simulated_run(tiers=["low"], prompts_per_cell=1, concurrency=[1], repeats=1)
+    arm = pl.col("arm") == "draft"
+    run._tables["requests"] = run.requests.with_columns(
+        sent_s=pl.lit(0.0),
+        scheduled_s=pl.lit(0.0),
+        first_token_s=pl.lit(0.001),
+        last_token_s=pl.when(arm).then(4.0).otherwise(10.0),
+        num_output_tokens=pl.when(arm).then(500).otherwise(1000).cast(pl.Int64),
+    )
+    claim = one(speedup_verdict(run))
+    assert claim.estimate is not None
+    assert claim.estimate.value == pytest.approx(1.25)
+    assert any("the arm wrote 0.50 times the baseline's tokens" in reason for reason in claim.reasons)
+
+
+# Final verdict
+
+
+@pytest.mark.parametrize(
+    ("overrides", "verdict", "because"),
+    [
+        (FAST, "adopt", "at every measured concurrency"),
+        (CROSSING, "adopt up to concurrency 4", "up to concurrency 4"),
+        ({**FAST, "speed_factor": 0.3}, "do not adopt", "not faster by the margin asked for"),
+        (
+            {**FAST, "diverge_rate": 0.2},
+            "do not adopt",
+            "its answers are not equivalent: 5 of 24 distinct prompts",
+        ),
+        ({**FAST, "error_rate": 0.2}, "do not adopt", "requests failed"),
+        ({**FAST, "score_drop": 0.8}, "do not adopt", "scores fall"),
+        ({**FAST, "repeats": 1}, "canary first", "run-to-run variation is unknown (single run)"),
+        ({**FAST, "no_drafts": True}, "inconclusive", "speculation_inactive"),
+        ({**FAST, "modelled": True}, "inconclusive", "refused: the run is modelled"),
+        ({**FAST, "status": "interrupted"}, "inconclusive", "the run's status is interrupted"),
+        ({**FAST, "prompt_token_shift": 16}, "inconclusive", "prompt token counts differ on 96 of 96 rows"),
+        ({**FAST, "prompts_per_cell": 4}, "inconclusive", "8 distinct prompts took part, 20 are needed"),
+        ({**FAST, "prompts_per_cell": 4, "diverge_rate": 0.5}, "do not adopt", "not equivalent: "),
+        (
+            {**FAST, "error_rate": 0.3, "baseline_error_rate": 0.3},
+            "inconclusive",
+            "the baseline fails as well",
+        ),
+        ({**FAST, "error_rate": 1.0}, "do not adopt", "96 of 96 requests failed"),
+        (
+            {**FAST, "sampling": ["greedy", "sampled"], "no_drafts": ["greedy"]},
+            "inconclusive",
+            "no draft was verified in the greedy requests",
+        ),
+    ],
+)
+def test_the_final_verdict_comes_out_each_way(
+    simulated_run: Runs, overrides: dict[str, Any], verdict: str, because: str
+) -> None:
+    claim = one(final_verdict(simulated_run(**overrides)))
+    assert claim.verdict == verdict
+    assert because in claim.sentence
+    assert claim.sentence.startswith("draft: ")
+    assert (claim.max_concurrency is not None) == (verdict.startswith("adopt") or verdict == "canary first")
+
+
+def test_an_unproven_equivalence_is_a_canary(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, diverge_rate=0.2)
+    run._tables["splits"] = run.table("splits").clear()
+    run._tables["tokens"] = run.table("tokens").clear()
+    claim = one(final_verdict(run))
+    assert claim.verdict == "canary first"
+    assert (
+        "equivalence is inconclusive: 5 of 24 distinct prompts differ at a margin that is not known"
+        in claim.sentence
+    )
+
+
+def test_a_heavy_tail_is_a_canary(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, prompts_per_cell=40, concurrency=[1])
+    assert one(final_verdict(run)).verdict == "adopt"
+    tail = (pl.col("arm") == "draft") & pl.col("prompt_id").str.contains("low-00")
+    run._tables["requests"] = run.requests.with_columns(
+        last_token_s=pl.when(tail).then(pl.col("last_token_s") + 9.0).otherwise("last_token_s"),
+    )
+    claim = one(final_verdict(run, Policy(minimum_speedup=0.01)))
+    assert claim.verdict == "canary first"
+    assert "P95 end-to-end latency is" in claim.sentence
+
+
+def test_the_lower_bound_decides_not_the_estimate(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST)
+    estimate = one(speedup_verdict(run)).estimate
+    assert estimate is not None
+    assert estimate.low is not None
+    assert estimate.value is not None
+    between = (estimate.low + estimate.value) / 2
+    assert one(final_verdict(run, Policy(minimum_speedup=between))).verdict == "inconclusive"
+    assert one(final_verdict(run, Policy(minimum_speedup=estimate.low * 0.8))).verdict == "adopt"
+
+
+def test_each_arm_is_judged_by_itself(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, arms={"good": {}, "bad": {"speed_factor": 0.3}})
+    found = {claim.arm: claim.verdict for claim in final_verdict(run)}
+    assert found == {"good": "adopt", "bad": "do not adopt"}
+    verdict = verdict_json(run)
+    assert gate_exit_code(verdict) == 1
+    assert gate_exit_code(verdict, Policy(arm="good")) == 0
+    assert gate_exit_code(verdict, Policy(arm="bad")) == 1
+    with pytest.raises(PlanError, match=r"policy: arm 'best' is not judged in this run; it has good, bad"):
+        gate_exit_code(verdict, Policy(arm="best"))
+
+
+def test_the_order_of_asking_changes_nothing(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST)
+    first = one(speedup_verdict(run))
+    equivalence_verdict(run)
+    assert one(speedup_verdict(run)) == first
+
+
+# JSON and gate
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code"),
+    [
+        (FAST, 0),
+        (CROSSING, 0),
+        ({**FAST, "speed_factor": 0.3}, 1),
+        ({**FAST, "no_drafts": True}, 3),
+        ({**FAST, "repeats": 1}, 3),
+        ({**FAST, "modelled": True}, 3),
+        ({**FAST, "error_rate": 1.0}, 1),
+    ],
+)
+def test_json_follows_its_schema_and_the_gate_follows_the_json(
+    simulated_run: Runs, overrides: dict[str, Any], code: int
+) -> None:
+    verdict = verdict_json(simulated_run(**overrides))
+    text = json.dumps(verdict, allow_nan=False)
+    jsonschema.Draft202012Validator(verdict_schema()).validate(strict(text))
+    assert gate_exit_code(verdict) == code
+    assert verdict["simulated"] is True
+
+
+def test_the_gate_asks_for_the_target_concurrency(simulated_run: Runs) -> None:
+    verdict = verdict_json(simulated_run(**CROSSING))
+    assert verdict["arms"][0]["max_concurrency"] == 4
+    assert gate_exit_code(verdict, Policy(target_concurrency=4)) == 0
+    assert gate_exit_code(verdict, Policy(target_concurrency=16)) == 3
+    policy = Policy(target_concurrency=16)
+    assert gate_exit_code(verdict_json(simulated_run(**CROSSING), policy), policy) == 1
+
+
+def test_the_schema_refuses_what_is_wrong(simulated_run: Runs) -> None:
+    validator = jsonschema.Draft202012Validator(verdict_schema())
+    jsonschema.Draft202012Validator.check_schema(verdict_schema())
+    good = verdict_json(simulated_run(**FAST))
+    for change in (
+        {"arms": [{**good["arms"][0], "verdict": "adopt maybe"}]},
+        {"arms": [{**good["arms"][0], "max_concurrency": 0}]},
+        {"schema_version": 2},
+        {"further": 1},
+    ):
+        assert not validator.is_valid({**good, **change})
+    assert validator.is_valid(good)
+
+
+def test_a19_no_drafts_leaves_null_and_a_code_that_is_not_0(simulated_run: Runs) -> None:
+    verdict = verdict_json(simulated_run(no_drafts=True))
+    (arm,) = verdict["arms"]
+    claims = {claim["claim"]: claim for claim in arm["claims"]}
+    assert claims["suffix decay"]["estimate"] is None
+    assert claims["entropy"]["estimate"] is None
+    assert "speculation_inactive" in arm["sentence"]
+    assert claims["equivalence"]["verdict"] == "vacuous"
+    assert gate_exit_code(verdict) == 3
+
+
+def test_e15_e16_nan_never_reaches_a_verdict(simulated_run: Runs) -> None:
+    with pytest.raises(ValueError, match="value is nan; undefined is None with a reason"):
+        Estimate(
+            value=float("nan"), low=None, high=None, level=0.95, n=1, n_clusters=1, method="none", reason="x"
+        )
+    verdict = verdict_json(simulated_run(no_drafts=True, error_rate=1.0))
+    assert "NaN" not in json.dumps(verdict, allow_nan=False)
+    assert verdict["arms"][0]["verdict"] != "adopt"
+
+
+def test_e20_conditions_travel_with_the_verdict(simulated_run: Runs) -> None:
+    single = verdict_json(simulated_run(**FAST, repeats=1))["conditions"]
+    assert (single["repeats"], single["run_to_run_interval"]) == (1, "n/a: single run")
+    twice = verdict_json(simulated_run(**FAST))
+    assert twice["conditions"]["run_to_run_interval"] == "repeats resampled"
+    assert twice["conditions"]["num_prompts"] == 24
+    assert twice["conditions"]["num_failed"] == 0
+    assert twice["conditions"]["concurrency"] == [1, 4]
+    assert twice["conditions"]["acceptance_length_convention"] == "bonus token included"
+    assert twice["conditions"]["cached_fraction"] == 0.0
+    assert twice["conditions"]["dataset"] == "workload.jsonl"
+    assert twice["arms"][0]["conditions"]["num_speculative_tokens"] == 4
+    assert "memory" in twice["arms"][0]["not_measured"]
+    assert "cost (the plan has no price)" in twice["arms"][0]["not_measured"]
+
+
+def test_no_path_of_the_machine_is_in_the_json(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST)
+    assert str(run.path.parent) not in json.dumps(verdict_json(run))
+
+
+def test_overview_has_one_row_a_claim(simulated_run: Runs) -> None:
+    table = verdict_overview(simulated_run(**FAST))
+    assert table["claim"].to_list() == ["verdict", "speedup", "equivalence", "suffix decay", "entropy"]
+    assert set(table["arm"]) == {"draft"}
+    assert set(table.filter(pl.col("claim") == "speedup")["verdict"]) <= set(CLAIM_VERDICTS)
+
+
+def test_claims_render_as_sentences() -> None:
+    claim = Claim(
+        arm="draft",
+        question="Is it?",
+        verdict="supported",
+        sentence="draft: it is.",
+        estimate=None,
+        threshold=None,
+        n=3,
+        chart="speedup",
+        reasons=("because",),
+    )
+    assert claim._repr_markdown_() == "**supported**: draft: it is.\n\n- because"
+    with pytest.raises(ValueError, match=r"question 'Is it' does not end in '\?'"):
+        Claim(
+            arm="a",
+            question="Is it",
+            verdict="x",
+            sentence="y.",
+            estimate=None,
+            threshold=None,
+            n=0,
+            chart="c",
+        )
+
+
+# Policy
+
+
+def test_a_policy_is_read_as_strictly_as_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("minimum_speedup: 1.3\narm: draft\n")
+    assert read_policy(file) == Policy(minimum_speedup=1.3, arm="draft")
+    file.write_text("")
+    assert read_policy(file) == Policy()
+    for text, message in (
+        ("minimum_sped: 1.3", "unknown key 'minimum_sped'; did you mean 'minimum_speedup'?"),
+        ("minimum_speedup: fast", "minimum_speedup: Input should be a valid number"),
+        ("minimum_speedup: .nan", "minimum_speedup: Input should be a finite number"),
+        ("max_error_rate: 2", "max_error_rate: Input should be less than or equal to 1, got 2"),
+        ("- 1", "a policy is a mapping of keys"),
+        ("a: [", "not valid YAML"),
+    ):
+        file.write_text(text)
+        with pytest.raises(PlanError) as caught:
+            read_policy(file)
+        assert message in str(caught.value)
+        assert str(caught.value).startswith(f"{file}: ")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(PlanError, match="can't read the policy"):
+        read_policy(tmp_path / "none.yaml")
