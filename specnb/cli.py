@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +41,9 @@ def main() -> None:
     """Entry point: runs a command and turns its faults into one line and an exit code."""
     from specnb.runner import Interrupted
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path that the terminal's encoding lacks must not undo a finished run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # Without click's standalone mode a command's typer.Exit comes back as a return value.
         code = app(standalone_mode=False, prog_name="specnb")

@@ -449,7 +449,12 @@ def _resolve_paths(plan: Plan, folder: Path) -> Plan:
             found = (folder / value).exists()
         except (OSError, ValueError):  # too long for a path, or a NUL in it: no path
             found = False
-        return str((folder / value).resolve()) if found else value
+        resolved = str((folder / value).resolve()) if found else value
+        try:
+            resolved.encode()
+        except UnicodeEncodeError as error:  # bytes of a file name that are no text
+            raise PlanError(f"{resolved!r}: the folder's name is not UTF-8; rename it") from error
+        return resolved
 
     update: dict[str, Any] = {}
     if plan.workload.set not in ("builtin-en", "builtin-zh"):

@@ -307,13 +307,13 @@ def _target(plan: Plan) -> list[Finding]:
     if name == DEMO_TARGET:
         return _demo_target(plan)
     local = Path(name).is_absolute() or name.startswith((".", "~")) or Path(name).exists()
+    folder = Path(name) if local else _cached_snapshot(name, plan.target.revision)
+    if folder is None:
+        return [_hub_target(name)]
     try:
-        folder = Path(name) if local else _cached_snapshot(name, plan.target.revision)
-        if folder is None:
-            return [_hub_target(name)]
         model = _read_model(folder)
     except _Unreadable as error:
-        return [_fails("target", str(error))]
+        return [_fails("target", str(error)) if local else _hub_target(name)]
     finding = _ok("target", f"{name}: {_size_text(model)}{'' if local else ', in the local cache'}")
     return [finding, *_dtypes(plan, model.config), *_memory(plan, model)]
 
@@ -343,8 +343,12 @@ def _hub_target(name: str) -> Finding:
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", name):
         return _fails("target", f"{_short(name)}: neither a directory nor a hub id; check target.model")
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return _fails("target", f"{name}: not in the local cache, and HF_HUB_OFFLINE forbids fetching it")
-    return _warns("target", f"{name}: not in the local cache; it will be fetched from the hub (network)")
+        return _fails(
+            "target", f"{name}: not whole in the local cache, and HF_HUB_OFFLINE forbids fetching it"
+        )
+    return _warns(
+        "target", f"{name}: not whole in the local cache; it will be fetched from the hub (network)"
+    )
 
 
 class _Unreadable(SpecnbError):

@@ -570,37 +570,6 @@ def pit_values(run: Run, *, arm: str, rng: np.random.Generator) -> pl.DataFrame:
     )
 
 
-def pit_table(
-    run: Run, *, arms: Sequence[str], rng: np.random.Generator, num_bins: int = 20, level: float = 0.95
-) -> pl.DataFrame:
-    """Histogram of the randomised probability integral transform, by arm.
-
-    Returns
-    -------
-    polars.DataFrame
-        arm, bin_low, bin_high, value (share of tokens in the bin), expected (1 / num_bins), low, high
-        (pointwise binomial band that a uniform law stays in at `level`), n (tokens), n_clusters (prompts).
-        No rows for an arm without cumulative masses.
-    """
-    rows = []
-    edges = np.linspace(0.0, 1.0, num_bins + 1)
-    for arm in arms:
-        values = pit_values(run, arm=arm, rng=rng)
-        n = values.height
-        if n == 0:
-            continue
-        counts = np.histogram(values["pit"].to_numpy(), bins=edges)[0]
-        low, high = (float(end) / n for end in scipy_stats.binom.interval(level, n, 1 / num_bins))
-        for index, count in enumerate(counts.tolist()):
-            ends = (float(edges[index]), float(edges[index + 1]))
-            clusters = values["prompt_id"].n_unique()
-            rows.append((arm, *ends, count / n, 1 / num_bins, low, high, n, clusters))
-    real = dict.fromkeys(("bin_low", "bin_high", "value", "expected", "low", "high"), pl.Float64)
-    return pl.DataFrame(
-        rows, schema={"arm": pl.String, **real, "n": pl.Int64, "n_clusters": pl.Int64}, orient="row"
-    )
-
-
 def degenerate_logprobs(tokens: pl.DataFrame) -> list[str]:
     """Requests whose log probabilities are all exactly 0: an engine that does not report them.
 
@@ -1010,7 +979,8 @@ def _excused(
             excused[key] = ("clear", "unknown") if unsettled else ("unknown",)
             notes.append(
                 f"at concurrency {key[1]} the baseline differs from itself on {counts[2]} of {counts[3]} "
-                f"prompts and from the arm on {counts[0]} of {counts[1]}: batching, judged at concurrency {lowest[key[0]]}"
+                f"prompts and from the arm on {counts[0]} of {counts[1]}: batching, judged at "
+                f"concurrency {lowest[key[0]]}"
             )
         elif unsettled:
             excused[key] = ("clear", "unknown")

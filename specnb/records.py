@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -521,8 +522,9 @@ def _read_table(path: Path, table: schema.Table, labels: Mapping[str, Any]) -> p
     if not path.exists():
         raise RecordError(f"{path}: file is missing; the run directory is incomplete")
     try:
-        frame = pl.read_parquet(path, hive_partitioning=False)
-    except (pl.exceptions.PolarsError, OSError) as error:
+        frame = pl.read_parquet(path.read_bytes(), hive_partitioning=False)
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        # Polars panics on some damaged files, and a panic is no ordinary exception.
         raise RecordError(
             f"{path}: not a readable Parquet file ({_one_line(error)}); it is corrupt"
         ) from error
@@ -553,7 +555,12 @@ def _first_repeated(frame: pl.DataFrame, table: schema.Table) -> int | None:
 
 def _key(frame: pl.DataFrame, table: schema.Table, row: int) -> str:
     values = frame.row(row, named=True)
-    return ", ".join(f"{name} {values[name]!r}" for name in table.key)
+    return ", ".join(f"{name} {_short(values[name])}" for name in table.key)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_table(frame: pl.DataFrame, table: schema.Table, place: str, labels: Mapping[str, Any]) -> None:
@@ -586,7 +593,8 @@ def _check_table(frame: pl.DataFrame, table: schema.Table, place: str, labels: M
         if broken:
             row = frame.select(bad.fill_null(False).arg_max()).item()
             value = frame[name][row]
-            raise RecordError(f"{place}: column '{name}' {problem}: row {row}, value {value!r}")
+            shown = _short(value.to_list() if isinstance(value, pl.Series) else value)
+            raise RecordError(f"{place}: column '{name}' {problem}: row {row}, value {shown}")
 
 
 _ROW_INVARIANTS: dict[str, list[tuple[str, str, pl.Expr]]] = {
@@ -728,12 +736,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_parquet(frame: pl.DataFrame, path: Path) -> None:
-    """Writes and flushes one file; every fault of the disk is an OSError."""
-    try:
-        frame.write_parquet(path, compression="zstd", statistics=True)
-    except pl.exceptions.PolarsError as error:
-        number = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
-        raise OSError(number, _one_line(error)) from error
+    """Writes and flushes one file. Polars gets no path: it takes UTF-8 alone and hides the disk's error."""
+    buffer = io.BytesIO()
+    frame.write_parquet(buffer, compression="zstd", statistics=True)
+    path.write_bytes(buffer.getbuffer())
     _flush(path)
 
 

@@ -41,7 +41,7 @@ from papermill.exceptions import PapermillException
 from traitlets import default
 
 from specnb import __version__, notebook, theme
-from specnb.errors import NotebookError, StorageError
+from specnb.errors import NotebookError, SpecnbError, StorageError
 from specnb.provenance import git_sha, utc_now
 from specnb.records import Run, read_run
 
@@ -141,7 +141,8 @@ def build_report(
     Returns
     -------
     ReportResult
-        `failed` names notebooks that did not run to their end; their pages exist and say so.
+        `failed` names notebooks that did not run to their end, and `verdict` if it could not be computed;
+        the pages exist and say so.
 
     Raises
     ------
@@ -176,21 +177,30 @@ def build_report(
             verdict = verdict or _verdict_of(executed)
             if page.failure:
                 say(f"{path.stem} FAILED: {page.failure}")
+    failed = [page.name for page in pages if page.failure]
+    problem = None
     if verdict is None:
         from specnb.verdicts import verdict_json
 
         say("Computing the verdict")
-        verdict = verdict_json(run)
+        try:
+            verdict = verdict_json(run)
+        except SpecnbError as error:
+            # The pages are written all the same; a verdict of an earlier report must not stay beside them.
+            problem = str(error)
+            failed.append("verdict")
+            (folder / "verdict.json").unlink(missing_ok=True)
 
-    written = []
-    for page in pages:
-        text = render_page(run, page=page, pages=pages, body=bodies[page.name])
-        written.append(_write(folder / page.file, text))
-    written.append(_write(folder / "index.html", render_index(run, pages=pages, verdict=verdict)))
-    _write(folder / "verdict.json", json.dumps(verdict, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    return ReportResult(
-        out_dir=folder, pages=tuple(written), failed=tuple(page.name for page in pages if page.failure)
-    )
+    written = [
+        _write(folder / page.file, render_page(run, page=page, pages=pages, body=bodies[page.name]))
+        for page in pages
+    ]
+    if verdict is not None:
+        text = json.dumps(verdict, indent=2, ensure_ascii=False, allow_nan=False)
+        _write(folder / "verdict.json", text + "\n")
+    index = render_index(run, pages=pages, verdict=verdict, problem=problem)
+    written.append(_write(folder / "index.html", index))
+    return ReportResult(out_dir=folder, pages=tuple(written), failed=tuple(failed))
 
 
 def find_notebooks(names: Sequence[str] | None = None) -> tuple[Path, ...]:
@@ -355,6 +365,8 @@ def execute_notebook(
     if path.resolve() == output.resolve():
         raise NotebookError(f"{path}: the executed copy would replace the source; give another output")
     fault: str | None = None
+    raised: str | None = None
+    started: list[str] = []
     with _quiet_papermill():
         try:
             papermill.execute_notebook(
@@ -368,42 +380,44 @@ def execute_notebook(
                 execution_timeout=timeout_s,
                 kernel_manager_class=_ThisInterpreter,
                 resources={"metadata": {"path": str(output.parent)}},
+                on_cell_start=lambda cell, cell_index: started.append(cell.get("id", "")),
             )
-        except (CellExecutionError, PapermillException):
-            fault = "a cell raised an exception"
+        except (CellExecutionError, PapermillException) as error:
+            raised = f"Execution failed: {_one_line(str(error))}."
         except CellTimeoutError:
-            fault = f"a cell took longer than {timeout_s} s and was stopped"
+            fault = f"took longer than {timeout_s} s and was stopped"
         except DeadKernelError:
-            fault = "the kernel died (killed, or out of memory)"
+            fault = "lost its kernel (killed, or out of memory)"
         except RuntimeError as error:
-            fault = f"the kernel did not start ({str(error).splitlines()[0]})"
+            fault = f"could not run: the kernel did not start ({_one_line(str(error))})"
     node = read_notebook(output if output.exists() else path)
-    node.cells = [
-        cell for cell in node.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
-    ]
-    return Execution(node=node, failure=_failure(node, fault, run_id))
+    # Cells that papermill adds would shift the numbers by which people find a cell in the source.
+    added = {"papermill-error-cell-tag", "injected-parameters"}
+    node.cells = [cell for cell in node.cells if added.isdisjoint(cell.metadata.get("tags", []))]
+    # The cell's own output says more than the exception that papermill made of it.
+    found = _failure(node, run_id, fault=fault, stopped_in=started[-1:])
+    return Execution(node=node, failure=found or raised)
 
 
-def _failure(node: NotebookNode, fault: str | None, run_id: str | None) -> str | None:
+def _failure(
+    node: NotebookNode, run_id: str | None, *, fault: str | None = None, stopped_in: Sequence[str] = ()
+) -> str | None:
     """What is wrong with an executed notebook, whatever the exception that did or did not reach us."""
     code = [
         (number, cell) for number, cell in enumerate(node.cells) if cell.cell_type == "code" and cell.source
     ]
+    if fault:
+        numbers = [number for number, cell in code if cell.get("id") in stopped_in]
+        return f"{_place(node, numbers[0]) if numbers else 'The notebook'} {fault}."
     for number, cell in code:
         for output in cell.outputs:
             if output.output_type == "error":
                 value = _one_line(_ANSI.sub("", output.evalue))
                 return f"{_place(node, number)} raised {output.ename}: {value}."
-    for number, cell in code:
         if cell.metadata.get("papermill", {}).get("exception") is True:
-            return f"{_place(node, number)}: {fault or 'it raised an exception'}."
-    for number, cell in code:
+            return f"{_place(node, number)} raised an exception."
         if cell.execution_count is None:
-            return f"{_place(node, number)} was not executed: {fault or 'execution stopped before it'}."
-        if cell.metadata.get("papermill", {}).get("status") in ("running", "pending"):
-            return f"{_place(node, number)} did not finish: {fault or 'execution stopped in it'}."
-    if fault:
-        return f"{fault[0].upper()}{fault[1:]}."
+            return f"{_place(node, number)} was not executed."
     ends = [
         output.data[notebook.END_MIME]
         for output in (code[-1][1].outputs if code else [])
@@ -500,12 +514,32 @@ def render_page(run: Run, *, page: Page, pages: Sequence[Page], body: str) -> st
     )
 
 
-def render_index(run: Run, *, pages: Sequence[Page], verdict: Mapping[str, Any]) -> str:
-    """The index page: final verdict, conditions, one row a notebook with its claims, limits."""
-    failed = [page.name for page in pages if page.failure]
+def render_index(
+    run: Run, *, pages: Sequence[Page], verdict: Mapping[str, Any] | None, problem: str | None = None
+) -> str:
+    """The index page: final verdict, conditions, one row a notebook with its claims, limits.
+
+    Parameters
+    ----------
+    run, pages
+        The run, and the pages that were made.
+    verdict
+        From `verdicts.verdict_json`; None if it could not be computed.
+    problem
+        Why it could not.
+    """
+    stopped = [page.name for page in pages if page.failure]
+    faults = []
+    if stopped:
+        faults.append(
+            f"{len(stopped)} of {len(pages)} notebooks did not run to their end: {', '.join(stopped)}. "
+            "What they show is missing."
+        )
+    if verdict is None:
+        faults.append(f"There is no verdict: {notebook.scrub(problem or 'unknown fault')}.")
     template = _environment().get_template("index.html.j2")
     body = template.render(
-        verdict=notebook.final(verdict).html,
+        verdict=notebook.final(verdict).html if verdict is not None else None,
         conditions=notebook.conditions(run).html,
         pages=pages,
         tone=theme.verdict_tone,
@@ -518,10 +552,7 @@ def render_index(run: Run, *, pages: Sequence[Page], verdict: Mapping[str, Any])
         current="index",
         pages=pages,
         body=body,
-        failure=f"{len(failed)} of {len(pages)} notebooks did not run to their end: {', '.join(failed)}. "
-        "The verdict below comes from the run itself; what those notebooks show is missing."
-        if failed
-        else None,
+        failure=" ".join(faults) or None,
     )
 
 

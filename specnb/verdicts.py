@@ -425,22 +425,6 @@ def verdict_schema() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def verdict_overview(run: Run, policy: Policy | None = None) -> pl.DataFrame:
-    """Every claim's verdict by arm, for the overview chart: arm, claim, verdict, sentence."""
-    found = [
-        *final_verdict(run, policy),
-        *speedup_verdict(run, policy),
-        *equivalence_verdict(run, policy),
-        *suffix_decay_verdict(run, policy),
-        *entropy_verdict(run, policy),
-    ]
-    return pl.DataFrame(
-        [(claim.arm, claim.chart, claim.verdict, claim.sentence) for claim in found],
-        schema=dict.fromkeys(("arm", "claim", "verdict", "sentence"), pl.String),
-        orient="row",
-    )
-
-
 def gate_exit_code(verdict: Mapping[str, Any], policy: Policy | None = None) -> int:
     """Exit code of the gate: 0 adopt, 1 do not adopt, 3 undecided.
 

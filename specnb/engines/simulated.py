@@ -408,7 +408,7 @@ class SimulatedEngine:
 
         Effects: sets the times of `answers`. Returns one dict an engine step.
         """
-        rng = np.random.default_rng(request_seed("simulated speed", self.plan.sha256, cell.cell_id))
+        rng = np.random.default_rng(request_seed("simulated speed", self.plan.name, cell.cell_id))
         speed = float(np.exp(rng.normal(0.0, settings.speed_noise)))
         if cell.arm.speculative is not None:
             speed *= settings.speed_factor

@@ -145,7 +145,9 @@ CLAIMS = pl.DataFrame(
 )
 
 CASES = {
-    "survival": lambda frame=POSITIONS: charts.survival_by_position_chart(frame, arms=ARMS, column="sampling"),
+    "survival": lambda frame=POSITIONS: charts.survival_by_position_chart(
+        frame, arms=ARMS, column="sampling"
+    ),
     "conditional": lambda frame=POSITIONS: charts.conditional_acceptance_by_position_chart(
         frame, arms=ARMS, column="sampling"
     ),
@@ -178,7 +180,7 @@ def rows_of(chart):
 def layers_of(chart):
     spec = chart.to_dict()
     inner = spec.get("spec", spec)
-    return inner["layer"] if "layer" in inner else [inner]
+    return inner.get("layer", [inner])
 
 
 def encodings(chart, channel):
@@ -243,7 +245,9 @@ def test_nan_is_refused_since_it_is_not_json_and_not_null(name):
 
 
 def test_rows_that_share_a_point_are_refused_naming_what_tells_them_apart():
-    with pytest.raises(ValueError, match=r"2 rows share the point arm=dflash2, position=0; filter or lay out by"):
+    with pytest.raises(
+        ValueError, match=r"2 rows share the point arm=dflash2, position=0; filter or lay out by"
+    ):
         charts.survival_by_position_chart(POSITIONS)
     with pytest.raises(ValueError, match="sampling"):
         charts.survival_by_position_chart(POSITIONS)
@@ -266,7 +270,9 @@ def test_only_rows_of_the_metric_are_drawn():
 
 def test_positions_are_ordinal_and_rates_start_at_0():
     chart = CASES["survival"]()
-    assert all(x["type"] == "ordinal" and x["title"] == "draft position (0 = first)" for x in encodings(chart, "x"))
+    assert all(
+        x["type"] == "ordinal" and x["title"] == "draft position (0 = first)" for x in encodings(chart, "x")
+    )
     assert all(y["scale"] == {"domain": [0, 1]} for y in encodings(chart, "y") if "field" in y)
 
 
@@ -288,7 +294,9 @@ def test_the_speedup_chart_has_a_rule_at_1_and_starts_at_0():
     chart = CASES["speedup"]()
     rules = [y for y in encodings(chart, "y") if y.get("datum") is not None]
     assert [rule["datum"] for rule in rules] == [1.0]
-    assert all(y["scale"]["zero"] and y["scale"]["domainMin"] == 0 for y in encodings(chart, "y") if "field" in y)
+    assert all(
+        y["scale"]["zero"] and y["scale"]["domainMin"] == 0 for y in encodings(chart, "y") if "field" in y
+    )
 
 
 def test_the_decay_chart_has_a_rule_at_0():
@@ -404,7 +412,10 @@ def test_the_control_that_every_arm_repeats_is_drawn_once():
 
 def test_tiles_carry_the_word_and_a_tone():
     rows = rows_of(CASES["overview"]())
-    assert [(row["verdict"], row["tone"]) for row in rows] == [("supported", "good"), ("not equivalent", "bad")]
+    assert [(row["verdict"], row["tone"]) for row in rows] == [
+        ("supported", "good"),
+        ("not equivalent", "bad"),
+    ]
     assert any(layer["mark"]["type"] == "text" for layer in layers_of(CASES["overview"]()))
 
 
@@ -412,5 +423,13 @@ def test_charts_compute_nothing():
     """No aggregate, bin, regression or calculation in any specification; the only filter marks gaps."""
     for name, case in CASES.items():
         text = case().to_json()
-        for word in ('"aggregate"', '"bin"', '"calculate"', '"regression"', '"errorband"', '"density"', '"window"'):
+        for word in (
+            '"aggregate"',
+            '"bin"',
+            '"calculate"',
+            '"regression"',
+            '"errorband"',
+            '"density"',
+            '"window"',
+        ):
             assert word not in text, (name, word)

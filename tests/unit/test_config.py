@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -871,6 +872,19 @@ def test_names_that_are_no_paths_stay(tmp_path: Path) -> None:
     plan = read_plan(tmp_path / "plan.yaml")
     assert plan.target.model == "org/model"
     assert plan.workload.set == "w" * 5000
+
+
+def test_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/plans\xff"))
+    folder.mkdir()
+    content = good()
+    content["workload"]["set"] = "mine.jsonl"
+    (folder / "mine.jsonl").touch()
+    (folder / "plan.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(
+        PlanError, match=r"plans\\udcff/mine.jsonl': the folder's name is not UTF-8; rename it$"
+    ):
+        read_plan(folder / "plan.yaml")
 
 
 def test_names_of_built_in_things_are_no_paths(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from specnb.equivalence import (
     holm,
     is_corrupted,
     judge_equivalence,
-    pit_table,
     quality_table,
     repeated_4gram_share,
     sampled_tests,
@@ -495,16 +494,6 @@ def test_tests_without_data_say_why(simulated_run: Runs, rng: np.random.Generato
     assert set(few["reason"]) == {"fewer than 8 prompts"}
     assert few["p_value"].null_count() == 4
     assert sampled_tests(simulated_run(), arm="draft", rng=rng).is_empty()
-
-
-def test_pit_table_counts_every_token_once(simulated_run: Runs, rng: np.random.Generator) -> None:
-    run = simulated_run(sampling=["sampled"])
-    table = pit_table(run, arms=["baseline", "draft"], rng=rng, num_bins=10)
-    assert table.height == 20
-    assert table.group_by("arm").agg(pl.col("value").sum())["value"].to_list() == pytest.approx([1.0, 1.0])
-    # A pointwise 95 % band holds about 19 of 20 bins; below 15 has a chance under 1e-4.
-    assert table.filter(pl.col("value").is_between("low", "high")).height >= 15
-    assert pit_table(simulated_run(), arms=["draft"], rng=rng).is_empty()
 
 
 def test_holm_adjusts_in_order_and_keeps_none() -> None:

@@ -468,7 +468,7 @@ def declared_faults() -> Iterator[Any]:
                 cases.append(("Low", f"is not one of {', '.join(column.allowed)}: row 1, value 'Low'"))
             if column.minimum is not None:
                 value = column.minimum - 1
-                value = int(value) if column.dtype == pl.Int64() else value
+                value = int(value) if column.dtype == pl.Int64() else float(value)
                 cases.append((value, f"is below {column.minimum:g}: row 1, value {value!r}"))
             if column.maximum is not None:
                 value = column.maximum + 0.5
@@ -877,6 +877,13 @@ def test_frame_that_breaks_the_schema_is_not_written(
         message = fault(lambda: writer.write_cell(CELLS[0], tables, summary={}))
         assert message == f"{CELLS[0].cell_id}{said}"
         assert list((writer.path / "cells").iterdir()) == []
+
+
+def test_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/runs\xff"))
+    with RunWriter.create(root, PLAN, facts={}) as writer:
+        write_cells(writer, CELLS[:1])
+    assert read_run(writer.path).requests.height == 2
 
 
 def test_columns_may_come_in_any_order(tmp_path: Path) -> None:

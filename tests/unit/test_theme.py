@@ -13,7 +13,9 @@ ARMS = ("baseline", "dflash2", "prompt_lookup")
 def luminance(colour: str) -> float:
     """Relative luminance of `#rrggbb` (WCAG 2.1)."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

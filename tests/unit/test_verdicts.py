@@ -16,7 +16,6 @@ from specnb.errors import PlanError
 from specnb.records import Run
 from specnb.stats import Estimate
 from specnb.verdicts import (
-    CLAIM_VERDICTS,
     Claim,
     Policy,
     entropy_verdict,
@@ -27,7 +26,6 @@ from specnb.verdicts import (
     speedup_verdict,
     suffix_decay_verdict,
     verdict_json,
-    verdict_overview,
     verdict_schema,
 )
 
@@ -389,13 +387,6 @@ def test_e20_conditions_travel_with_the_verdict(simulated_run: Runs) -> None:
 def test_no_path_of_the_machine_is_in_the_json(simulated_run: Runs) -> None:
     run = simulated_run(**FAST)
     assert str(run.path.parent) not in json.dumps(verdict_json(run))
-
-
-def test_overview_has_one_row_a_claim(simulated_run: Runs) -> None:
-    table = verdict_overview(simulated_run(**FAST))
-    assert table["claim"].to_list() == ["verdict", "speedup", "equivalence", "suffix decay", "entropy"]
-    assert set(table["arm"]) == {"draft"}
-    assert set(table.filter(pl.col("claim") == "speedup")["verdict"]) <= set(CLAIM_VERDICTS)
 
 
 def test_claims_render_as_sentences() -> None:
