@@ -18,7 +18,7 @@ import polars as pl
 
 from specnb import schema
 from specnb.equivalence import LOSSY_METHODS, degenerate_logprobs, not_comparable, speculating_arms
-from specnb.errors import SpecnbError
+from specnb.errors import RecordError, SpecnbError
 from specnb.provenance import file_sha256
 from specnb.records import Run, read_run
 
@@ -85,6 +85,16 @@ def check_run(path: Path | str) -> list[Finding]:
         else:
             findings.append(_finding(title, check, run))
     return findings
+
+
+def refuse_altered_files(run: Run) -> None:
+    """Raises RecordError if a file of the run is missing, damaged or edited (its sha256 differs).
+
+    Damage inside a data page reads without an error; every command that ends in a verdict asks this first.
+    """
+    finding = _finding("file digests", _files, run)
+    if not finding.ok:
+        raise RecordError(f"{run.path}: {finding.detail}; restore the run directory or measure again")
 
 
 def _finding(name: str, check: Callable[[Run], str], run: Run) -> Finding:

@@ -123,13 +123,16 @@ def gate(
     ] = None,
 ) -> None:
     """Exit 0 to adopt, 1 not to, 3 if the run can't say (2 means bad input)."""
+    from specnb.checks import refuse_altered_files
     from specnb.records import read_run
     from specnb.verdicts import Policy, gate_exit_code, read_policy, verdict_json
 
     thresholds = read_policy(policy) if policy else Policy()
-    verdict = verdict_json(read_run(run_dir), thresholds)
+    opened = read_run(run_dir)
+    refuse_altered_files(opened)
+    verdict = verdict_json(opened, thresholds)
     for arm in verdict["arms"]:
-        _out.print(f"{arm['arm']}: {arm['sentence']}", markup=False, highlight=False, soft_wrap=True)
+        _out.print(arm["sentence"], markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(gate_exit_code(verdict, thresholds))
 
 
@@ -172,8 +175,11 @@ def demo(
 
 
 def _write_report(run_dir: Path, *, notebooks: list[str] | None, out: Path | None) -> None:
+    from specnb.checks import refuse_altered_files
+    from specnb.records import read_run
     from specnb.report import build_report
 
+    refuse_altered_files(read_run(run_dir))
     result = build_report(run_dir, notebooks=notebooks, out_dir=out, progress=_say)
     _out.print(str(result.out_dir / "index.html"), markup=False, highlight=False, soft_wrap=True)
     if result.failed:

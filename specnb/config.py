@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from specnb.errors import PlanError
@@ -31,6 +39,7 @@ Length = Literal["short", "medium", "long", "unlabelled"]
 Concurrency = Annotated[int, Field(ge=1, le=4096)]
 
 DEMO_TARGET = "demo"
+BUILTIN_NAMES = (DEMO_TARGET, "builtin-en", "builtin-zh")
 
 # Limits on what a plan file may hold, so that aliases can't blow it up and every number fits a table.
 _MAX_NODES = 20_000
@@ -175,6 +184,7 @@ class Plan(_Strict):
     allow_differences: bool = False
     logging: Logging = Field(default_factory=Logging)
     price: Price | None = None
+    _folder: Path = PrivateAttr(default_factory=Path)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -239,6 +249,20 @@ class Plan(_Strict):
                 )
         if self.engine.kind == "transformers" and self.engine.args:
             raise _contradiction("the in-process engine takes no args; remove them", "engine", "args")
+
+    def located(self, name: str) -> str:
+        """A model or workload name of the plan, as a path if there is such a file beside the plan's file.
+
+        The plan keeps the name as it was written: a manifest holds no folder of this machine, and
+        the same plan has the same digest in every checkout.
+        """
+        if name in BUILTIN_NAMES or Path(name).is_absolute():
+            return name
+        try:
+            found = (self._folder / name).exists()
+        except (OSError, ValueError):  # too long for a path, or a NUL in it: no path
+            found = False
+        return str((self._folder / name).resolve()) if found else name
 
     @property
     def baseline(self) -> Arm:
@@ -305,8 +329,7 @@ def read_plan(path: Path | str) -> Plan:
     Parameters
     ----------
     path
-        YAML file. A `workload.set` or model that is an existing path relative to the file's
-        folder is resolved to that path.
+        YAML file. Paths in it are relative to its folder (`Plan.located`).
 
     Raises
     ------
@@ -316,7 +339,9 @@ def read_plan(path: Path | str) -> Plan:
     """
     path = Path(path)
     node, content = _parsed(path)
-    return _resolve_paths(_validated(content, source=str(path), node=node), path.parent)
+    plan = _validated(content, source=str(path), node=node)
+    plan._folder = path.parent
+    return plan
 
 
 def plan_from_dict(content: dict[str, Any], *, source: str = "plan") -> Plan:
@@ -439,39 +464,6 @@ def _validated(content: dict[str, Any], *, source: str, node: yaml.Node | None) 
         return Plan.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise PlanError(_first_problem(source, node, error)) from error
-
-
-def _resolve_paths(plan: Plan, folder: Path) -> Plan:
-    def resolve(value: str) -> str:
-        if Path(value).is_absolute():
-            return value
-        try:
-            found = (folder / value).exists()
-        except (OSError, ValueError):  # too long for a path, or a NUL in it: no path
-            found = False
-        resolved = str((folder / value).resolve()) if found else value
-        try:
-            resolved.encode()
-        except UnicodeEncodeError as error:  # bytes of a file name that are no text
-            raise PlanError(f"{resolved!r}: the folder's name is not UTF-8; rename it") from error
-        return resolved
-
-    update: dict[str, Any] = {}
-    if plan.workload.set not in ("builtin-en", "builtin-zh"):
-        update["workload"] = plan.workload.model_copy(update={"set": resolve(plan.workload.set)})
-    if plan.target.model != DEMO_TARGET:
-        update["target"] = plan.target.model_copy(update={"model": resolve(plan.target.model)})
-    update["arms"] = tuple(
-        arm.model_copy(
-            update={
-                "speculative": arm.speculative.model_copy(update={"model": resolve(arm.speculative.model)})
-            }
-        )
-        if arm.speculative and arm.speculative.model
-        else arm
-        for arm in plan.arms
-    )
-    return plan.model_copy(update=update)
 
 
 def _contradiction(message: str, *location: int | str) -> PydanticCustomError:

@@ -301,7 +301,7 @@ class _Model:
 
 def _target(plan: Plan) -> list[Finding]:
     """Presence, dtype and memory of the target."""
-    name = plan.target.model
+    name = plan.located(plan.target.model)
     if plan.engine.kind in ("simulated", "openai"):
         return [_none("target", f"{name} is not loaded by engine.kind {plan.engine.kind}")]
     if name == DEMO_TARGET:
@@ -494,9 +494,10 @@ def _drafter(plan: Plan, arm: Arm) -> Finding:
         except SpecnbError as error:
             return _fails(name, str(error))
     block = None
-    if speculative.model is not None and Path(speculative.model).is_dir():
+    folder = Path(plan.located(speculative.model)) if speculative.model is not None else None
+    if folder is not None and folder.is_dir():
         try:
-            block = _block_size(_read_model(Path(speculative.model)).config)
+            block = _block_size(_read_model(folder).config)
         except _Unreadable as error:
             return _fails(name, str(error))
     if block is not None and k > block - 1:
@@ -579,7 +580,7 @@ def _warm_up(plan: Plan, prompts: dict[str, tuple[Prompt, ...]]) -> list[Finding
     if wanted == 0:
         return [_warns("warm-up", "none: the first cell of each arm pays for it; set load.warmup_requests")]
     measured = [prompt for chosen in prompts.values() for prompt in chosen]
-    workload = load_workload(plan.workload.set)
+    workload = load_workload(plan.located(plan.workload.set))
     spare = len(warmup_prompts(workload, exclude=measured, num_prompts=wanted))
     if spare < wanted:
         return [

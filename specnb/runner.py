@@ -21,9 +21,9 @@ import polars as pl
 from specnb import schema
 from specnb.config import Arm, Cell, Plan, plan_cells, read_plan
 from specnb.engines.base import CellContext, Engine, PlannedRequest, make_engine, request_seed
-from specnb.errors import RecordError, SpecnbError
+from specnb.errors import PlanError, RecordError, SpecnbError
 from specnb.provenance import git_sha, host_facts, package_versions
-from specnb.records import RunWriter, read_manifest, read_run
+from specnb.records import RunWriter, check_resumable, read_manifest, read_run
 from specnb.workloads import Prompt, Workload, load_workload, select_prompts, warmup_prompts
 
 DEFAULT_ROOT = Path("data/runs")
@@ -79,20 +79,22 @@ def measure(
         the run's status is `failed`, finished cells are kept and it can be resumed.
     """
     progress = progress or Progress()
-    workload = load_workload(plan.workload.set)
+    workload = load_workload(plan.located(plan.workload.set))
     prompts: dict[str, tuple[Prompt, ...]] = {
         tier: _prompts(plan, workload, tier) for tier in plan.workload.tiers
     }
     if resume is not None:
         # The plan must fit before a model is loaded for it.
-        RunWriter.resume(resume, plan).__exit__()
+        _refuse_changes(check_resumable(resume, plan), {"workload": {"sha256": workload.sha256}}, resume)
     progress.on_message(f"Loading the target ({plan.target.model}, {plan.engine.kind})")
     engine = make_engine(plan)
     try:
+        facts = _facts(plan, engine, workload)
         if resume is not None:
+            _refuse_changes(check_resumable(resume, plan), facts, resume)
             writer = RunWriter.resume(resume, plan)
         else:
-            writer = RunWriter.create(root, plan, facts=_facts(plan, engine, workload))
+            writer = RunWriter.create(root, plan, facts=facts)
         with writer, _signals():
             try:
                 _measure_cells(plan, engine, workload, prompts, writer, progress)
@@ -100,7 +102,7 @@ def measure(
             except KeyboardInterrupt as interrupt:
                 writer.finalise(status="interrupted")
                 raise Interrupted(writer.path) from interrupt
-            except SpecnbError:
+            except BaseException:
                 writer.finalise(status="failed")
                 raise
             writer.finalise(status="finished", splits=splits)
@@ -117,16 +119,17 @@ def measure_or_reuse(
     Returns
     -------
     Path
-        A run directory under `root` whose plan has the same digest.
+        A run directory under `root` whose plan and workload have the same digests.
     """
     plan = read_plan(plan_path)
+    workload_sha256 = load_workload(plan.located(plan.workload.set)).sha256
     unfinished = None
     for file in sorted(Path(root).glob("*/manifest.json"), reverse=True):
         try:
             manifest = read_manifest(file.parent)
         except RecordError:
             continue
-        if manifest["plan_sha256"] == plan.sha256:
+        if manifest["plan_sha256"] == plan.sha256 and manifest["workload"]["sha256"] == workload_sha256:
             if manifest["status"] == "finished":
                 return file.parent
             unfinished = unfinished or file.parent
@@ -257,6 +260,28 @@ def _measure_cells(
                 f"{cell.cell_id}: request {first['request_id']} failed ({first['error']}); "
                 "the plan says on_error: stop"
             )
+
+
+def _refuse_changes(manifest: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
+    """Raises PlanError if what the plan names is no longer what the run was started with."""
+    for what, keys in (
+        ("workload", ("workload", "sha256")),
+        ("target's weights", ("engine", "target", "sha256")),
+        ("target's dtype", ("engine", "target", "dtype")),
+        ("device", ("engine", "device")),
+        ("version of torch", ("versions", "torch")),
+        ("version of transformers", ("versions", "transformers")),
+        ("drafters", ("arms",)),
+    ):
+        old, new = _at(manifest, keys), _at(facts, keys)
+        if keys[0] in facts and old != new:
+            raise PlanError(f"{path}: the {what} changed since the run was started; start a new run")
+
+
+def _at(content: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
 
 
 def _judged_splits(plan: Plan, engine: Engine, writer: RunWriter) -> pl.DataFrame:

@@ -25,7 +25,10 @@ def make_drafter(speculative: Speculative) -> Drafter:
             f"speculative.method: '{speculative.method}' is not available in the in-process engine "
             f"(it has {', '.join(METHODS)}); use engine.kind: vllm"
         )
-    extra = sorted(speculative.model_extra or {})
+    extra = sorted(
+        {*(speculative.model_extra or {})}
+        | {key for key in ("draft_sample_method", "rejection_sample_method") if getattr(speculative, key)}
+    )
     if extra:
         raise PlanError(f"speculative: method ngram takes no key '{extra[0]}' in the in-process engine")
     if speculative.model is not None:

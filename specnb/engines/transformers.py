@@ -16,8 +16,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -34,6 +32,7 @@ from specnb import schema
 from specnb.config import DEMO_TARGET, Arm, Cell, Plan
 from specnb.drafters import Draft, Drafter, make_drafter
 from specnb.engines.base import CellContext, PlannedRequest
+from specnb.engines.quiet import quiet_transformers
 from specnb.engines.ragged import RaggedCache, register_attention
 from specnb.engines.verification import Judgement, SamplingLaw, judge, token_facts
 from specnb.errors import EngineError, PlanError, UnsupportedModelError
@@ -702,16 +701,17 @@ def _resolve_target(plan: Plan) -> tuple[str, str, str | None]:
 
         folder = ensure_demo_target()
         return DEMO_TARGET_LABEL, str(folder), directory_sha256(folder)
-    path = Path(plan.target.model)
+    name = plan.located(plan.target.model)
+    path = Path(name)
     if path.is_dir():
         if not list(path.glob("*.safetensors")):
             raise EngineError(
                 f"target.model: {path} holds no .safetensors file; convert the weights (pickle is refused)"
             )
         return path.name, str(path), directory_sha256(path)
-    if path.exists() or plan.target.model.startswith((".", "/", "~")):
-        raise EngineError(f"target.model: {plan.target.model}: no such model directory")
-    return plan.target.model, plan.target.model, None
+    if path.exists() or name.startswith((".", "/", "~")):
+        raise EngineError(f"target.model: {name}: no such model directory")
+    return name, name, None
 
 
 def _load(plan: Plan, path: str, device: torch.device) -> tuple[Any, Any]:
@@ -739,22 +739,6 @@ def _load(plan: Plan, path: str, device: torch.device) -> tuple[Any, Any]:
             ) from error
     loaded: Any = model
     return loaded.to(device).eval(), tokenizer
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice out of the progress display."""
-    logs: Any = transformers.logging
-    level = logs.get_verbosity()
-    bars = logs.is_progress_bar_enabled()
-    logs.set_verbosity_error()
-    logs.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logs.set_verbosity(level)
-        if bars:
-            logs.enable_progress_bar()
 
 
 def _refuse_stateful(config: Any, path: str) -> None:

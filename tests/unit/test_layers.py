@@ -46,7 +46,7 @@ MEASURING = ("workloads", "drafters", "demo", "engines", "runner", "doctor")
 HEAVY = ("torch", "transformers", "vllm")
 MAY_IMPORT_HEAVY = ("engines", "drafters", "demo", "training")
 EXCEPTIONS = {
-    # Converting the demo's weights shares the engine's switch for transformers' progress bars.
+    # Converting the demo's weights shares `engines.quiet`, which imports nothing of specnb.
     ("demo", "engines"),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
