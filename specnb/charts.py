@@ -743,7 +743,9 @@ def verdict_overview_chart(frame: pl.DataFrame) -> Chart:
     if frame.is_empty():
         return _empty("Claims by arm", "no claim was judged")
     frame = frame.with_columns(
-        pl.col("verdict").map_elements(theme.verdict_tone, return_dtype=pl.String).alias("tone")
+        pl.struct("verdict", "claim")
+        .map_elements(lambda tile: theme.verdict_tone(**tile), return_dtype=pl.String)
+        .alias("tone")
     )
     claims = frame["claim"].unique(maintain_order=True).to_list()
     arms = frame["arm"].unique(maintain_order=True).to_list()

@@ -60,6 +60,7 @@ STYLE: Final = (
     "padding:6px 12px;margin:6px 0}"
     ".specnb-badge{color:#fff;border-radius:4px;padding:1px 8px;font-weight:600}"
     ".specnb-good{background:#1b7f4d}.specnb-bad{background:#b3261e}.specnb-open{background:#8a5a00}"
+    ".specnb-fact{background:#3d5a80}"
     ".specnb-scroll{overflow-x:auto}.specnb-num{text-align:right}</style>"
 )
 
@@ -314,7 +315,7 @@ def claim_table(verdict: Mapping[str, Any]) -> View:
         for claim in arm["claims"]:
             page = CLAIM_PAGES.get(claim["claim"])
             link = f'<a href="{page}.html">{_escape(page)}</a>' if page else ""
-            tone = theme.verdict_tone(claim["verdict"])
+            tone = theme.verdict_tone(claim["verdict"], claim.get("claim", ""))
             rows.append(
                 f"<tr><td>{_escape(arm['arm'])}</td><td>{_escape(claim['question'])}</td>"
                 f'<td><span class="specnb-badge specnb-{tone}">{_escape(claim["verdict"])}</span></td>'
@@ -850,7 +851,7 @@ def _number(value: float) -> str:
 
 def _claim_html(claim: Mapping[str, Any]) -> str:
     """One claim (`Claim.as_dict`, or an arm of `verdict_json`) as a block."""
-    tone = theme.verdict_tone(claim["verdict"])
+    tone = theme.verdict_tone(claim["verdict"], claim.get("claim", ""))
     facts = []
     estimate = claim["estimate"]
     if estimate is not None and estimate["value"] is not None:

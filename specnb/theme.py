@@ -23,7 +23,9 @@ VERDICT_COLOURS: Final = {
     "good": "#1b7f4d",
     "bad": "#b3261e",
     "open": "#8a5a00",
+    "fact": "#3d5a80",
 }
+EXPLAINING_CLAIMS: Final = frozenset({"suffix decay", "entropy"})
 GOOD_VERDICTS: Final = frozenset({"supported", "adopt", "equivalent", "equivalent up to numerics"})
 BAD_VERDICTS: Final = frozenset({"not supported", "do not adopt", "not equivalent", "refused"})
 
@@ -73,12 +75,16 @@ COLUMN_TITLES: Final[dict[str, str]] = {
 }
 
 
-def verdict_tone(verdict: str) -> str:
-    """`good`, `bad` or `open`: which colour a verdict's word gets.
+def verdict_tone(verdict: str, claim: str = "") -> str:
+    """`good`, `bad`, `open` or `fact`: which colour a verdict's word gets.
 
     `adopt up to concurrency N` is good; inconclusive, canary first, vacuous and unknown words are open.
+    Claims that only explain (`EXPLAINING_CLAIMS`) are facts whichever way they come out: decay that is
+    not supported is no bad news.
     """
     word = verdict.strip().lower()
+    if claim in EXPLAINING_CLAIMS and word in ("supported", "not supported"):
+        return "fact"
     if word in GOOD_VERDICTS or word.startswith("adopt up to"):
         return "good"
     return "bad" if word in BAD_VERDICTS else "open"

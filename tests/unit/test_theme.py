@@ -81,6 +81,13 @@ def test_tone_of_a_verdict(verdict, tone):
     assert theme.verdict_tone(verdict) == tone
 
 
+def test_claims_that_explain_are_neither_good_nor_bad():
+    assert theme.verdict_tone("not supported", "suffix decay") == "fact"
+    assert theme.verdict_tone("supported", "entropy") == "fact"
+    assert theme.verdict_tone("inconclusive", "entropy") == "open"
+    assert theme.verdict_tone("not supported", "speedup") == "bad"
+
+
 def test_column_titles():
     assert theme.column_title("position") == "draft position (0 = first)"
     assert theme.column_title("num_failed") == "failed"
