@@ -973,7 +973,7 @@ def _notes(frame: pl.DataFrame, keys: Sequence[str]) -> list[str]:
         if not no_value and not has_low:
             continue
         first = group.select(key for key in keys if key in group.columns).row(0)
-        place = ", ".join(str(part) for part in first)
+        place = ", ".join(f"{part:.3g}" if isinstance(part, float) else str(part) for part in first)
         where = place if group.height == 1 else f"{group.height} points, first {place}"
         notes.append(f"{what} ({where}): {reason}.".replace("..", "."))
     shown = notes[:MAX_NOTES]

@@ -224,7 +224,7 @@ def table(frame: pl.DataFrame, *, caption: str, folded: bool = False, max_rows: 
     return View(html=body, text=f"{caption}\n{shown}")
 
 
-def metric_table(frame: pl.DataFrame, *, caption: str) -> View:
+def metric_table(frame: pl.DataFrame, *, caption: str, baseline: str | None = None) -> View:
     """A long frame of estimates with one column a metric: value, interval and n in one cell.
 
     Parameters
@@ -233,6 +233,8 @@ def metric_table(frame: pl.DataFrame, *, caption: str) -> View:
         Group columns, then `metric`, `value`, `low`, `high`, `level`, `n`, `reason`.
     caption
         What the rows are.
+    baseline
+        The arm that does not speculate: what it can't have reads "not speculating", not as a fault.
     """
     first = frame.columns.index("metric")
     groups = frame.columns[:first]
@@ -245,7 +247,8 @@ def metric_table(frame: pl.DataFrame, *, caption: str) -> View:
     for key, group in frame.group_by(groups, maintain_order=True):
         found = {row["metric"]: row for row in group.iter_rows(named=True)}
         cells = "".join(_cell(name, {name: value}) for name, value in zip(groups, key, strict=True))
-        cells += "".join(_estimate_cell(found.get(name)) for name in metrics)
+        silent = baseline is not None and baseline in key
+        cells += "".join(_estimate_cell(found.get(name), not_speculating=silent) for name in metrics)
         rows.append(f"<tr>{cells}</tr>")
     level = f"; {frame['level'][0] * 100:g} % intervals" if frame.height else ""
     return View(
@@ -827,9 +830,11 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     return f"<td>{_escape(scrub(str(value)))}</td>"
 
 
-def _estimate_cell(row: Mapping[str, Any] | None) -> str:
+def _estimate_cell(row: Mapping[str, Any] | None, *, not_speculating: bool = False) -> str:
     if row is None:
         return '<td class="specnb-num"></td>'
+    if row["value"] is None and not_speculating:
+        return '<td class="specnb-num">n/a<br><small>not speculating</small></td>'
     if row["value"] is None:
         return f'<td class="specnb-num">n/a<br><small>{_escape(row["reason"])}</small></td>'
     interval = (
