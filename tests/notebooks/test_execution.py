@@ -123,6 +123,38 @@ def test_a_run_without_drafts_says_so_on_every_page(simulated_run, tmp_path):
     assert ">vacuous</span>" in page(result, "05_output_equivalence")
 
 
+GOOD = {
+    "conditional_rates": (0.95, 0.85, 0.7, 0.55),
+    "entropy_slope": 1.5,
+    "step_token_s": 0.0001,
+    "score": 0.9,
+}
+AGAINST = {
+    "conditional_rates": (0.3, 0.5, 0.7, 0.9),
+    "entropy_slope": -1.5,
+    "speed_factor": 0.3,
+    "diverge_rate": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (GOOD, ("adopt", "supported", "supported", "supported", "equivalent")),
+        (AGAINST, ("do not adopt", "not supported", "not supported", "not supported", "not equivalent")),
+    ],
+    ids=["built for the claims", "built against the claims"],
+)
+def test_every_notebook_s_verdict_follows_the_data(simulated_run, tmp_path, overrides, said):
+    run = simulated_run(prompts_per_cell=30, concurrency=(1,), **overrides)
+    result = report.build_report(run.path, out_dir=tmp_path / "out")
+    assert result.failed == ()
+    for name, verdict in zip(NAMES, said, strict=True):
+        first = re.search(r'class="specnb-badge[^"]*">([^<]+)</span>', page(result, name))
+        assert first is not None, name
+        assert first[1] == verdict, name
+
+
 def test_one_repeat_prints_single_run(simulated_run, tmp_path):
     run = simulated_run(prompts_per_cell=6, concurrency=(1,), max_tokens=16, repeats=1)
     result = report.build_report(run.path, notebooks=["04"], out_dir=tmp_path / "out")
