@@ -1,6 +1,6 @@
 """Benchmark of the in-process engine on the demo target: ratios measured in one run on one machine.
 
-    .venv/bin/python tests/benchmarks/bench_engine.py [OUT.json]
+    .venv/bin/python tests/benchmarks/bench_engine.py [cpu|cuda] [OUT.json]
 
 1. Baseline decode against `model.generate` at one request: interleaved pairs, ratio of seconds a token.
 2. Throughput at four requests over throughput at one.
@@ -34,13 +34,13 @@ PAIRS = 10
 TOKENS = 48
 
 
-def bench_plan() -> Plan:
+def bench_plan(device: str) -> Plan:
     """Baseline and prompt lookup at one and four requests; answers of a fixed length."""
     return plan_from_dict(
         {
             "name": "bench",
             "target": {"model": "demo", "dtype": "float32"},
-            "engine": {"kind": "transformers", "device": "cpu"},
+            "engine": {"kind": "transformers", "device": device},
             "arms": [
                 {"name": "baseline"},
                 {"name": "lookup", "speculative": {"method": "ngram", "num_speculative_tokens": 7}},
@@ -77,7 +77,8 @@ class _Stopwatch:
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, value: object) -> None:
+    def put(self, value: torch.Tensor) -> None:
+        value.tolist()  # the token is there only when the device has finished
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
@@ -87,7 +88,7 @@ class _Stopwatch:
 def generate_s_per_token(model: object, ids: list[int]) -> float:
     """Seconds a token after the first one in transformers' own `generate`, greedy."""
     watch = _Stopwatch()
-    tensor = torch.tensor([ids])
+    tensor = torch.tensor([ids], device=model.device)  # type: ignore[attr-defined]
     model.generate(  # type: ignore[attr-defined]
         tensor,
         attention_mask=torch.ones_like(tensor),
@@ -122,9 +123,10 @@ def decomposition(base: dict[str, pl.DataFrame], arm: dict[str, pl.DataFrame]) -
 def main() -> None:
     """Runs the three parts and prints one table."""
     torch.set_grad_enabled(False)
-    engine = TransformersEngine(bench_plan())
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    engine = TransformersEngine(bench_plan(device))
     cells = {(cell.arm.name, cell.concurrency): cell for cell in plan_cells(engine.plan)}
-    model = AutoModelForCausalLM.from_pretrained(ensure_demo_target(), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(ensure_demo_target(), dtype=torch.float32).eval().to(device)
     workload = load_workload("builtin-en")
     prompts = list(
         select_prompts(workload, tier="low", lengths=("short", "medium", "long"), num_prompts=PAIRS + 2)
@@ -159,11 +161,16 @@ def main() -> None:
             tokens_per_s(a) / tokens_per_s(b) for a, b in zip(lookup, one, strict=True)
         ],
         "lookup_decomposition": parts,
-        "settings": {"pairs": PAIRS, "new_tokens": TOKENS, "threads": torch.get_num_threads()},
+        "settings": {
+            "pairs": PAIRS,
+            "new_tokens": TOKENS,
+            "threads": torch.get_num_threads(),
+            "device": device,
+        },
     }
     Console().print_json(data=result)
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
