@@ -98,7 +98,7 @@ def test_c03_a_clear_margin_is_a_suspected_bug(simulated_run: Runs) -> None:
     assert found.reasons[0].startswith(
         "5 of 24 distinct prompts part from the baseline where the target is sure"
     )
-    assert "largest margin 2.40 nats, threshold 0.1" in found.reasons[0]
+    assert "largest margin 2.40 nats, threshold 0.5" in found.reasons[0]
     assert "suspect a bug" in found.reasons[0]
 
 
