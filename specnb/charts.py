@@ -72,7 +72,7 @@ class _Layout:
 def survival_by_position_chart(
     frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
 ) -> Chart:
-    """Survival S_i by draft position: the share of blocks whose first i + 1 drafts were all accepted.
+    """Survival S_i by draft position: the Kaplan-Meier chance that the first i + 1 drafts are all accepted.
 
     Parameters
     ----------
@@ -575,7 +575,7 @@ def match_rate_chart(frame: pl.DataFrame, *, row: str | None = None) -> Chart:
             scale=alt.Scale(domain=kinds, range=[theme.ARM_COLOURS[0], theme.BASELINE_COLOUR]),
         ),
     )
-    x_title = "share of prompts with the same tokens to the end"
+    x_title = "share of prompts with the same answer"
     scale = alt.Scale(domain=[0, 1])
     shapes = alt.Scale(domain=kinds, range=["circle", theme.BASELINE_SHAPE])
     points = base.mark_point(filled=True, size=60).encode(

@@ -266,7 +266,7 @@ def _workload(plan: Plan) -> tuple[dict[str, tuple[Prompt, ...]], Finding]:
     """Prompts by tier, as the runner will choose them; none where that fails."""
     wanted = plan.workload
     try:
-        workload = load_workload(wanted.set)
+        workload = load_workload(plan.located(wanted.set))
         prompts: dict[str, tuple[Prompt, ...]] = {
             tier: select_prompts(
                 workload, tier=tier, lengths=wanted.lengths, num_prompts=wanted.prompts_per_cell

@@ -98,7 +98,7 @@ def measure(
         with writer, _signals():
             try:
                 _measure_cells(plan, engine, workload, prompts, writer, progress)
-                splits = _judged_splits(plan, engine, writer)
+                splits = _judged_splits(plan, engine, prompts, writer)
             except KeyboardInterrupt as interrupt:
                 writer.finalise(status="interrupted")
                 raise Interrupted(writer.path) from interrupt
@@ -119,7 +119,8 @@ def measure_or_reuse(
     Returns
     -------
     Path
-        A run directory under `root` whose plan and workload have the same digests.
+        A run directory under `root` of the same plan and workload, measured on a machine with the same
+        processor and the same versions of torch and transformers.
     """
     plan = read_plan(plan_path)
     workload_sha256 = load_workload(plan.located(plan.workload.set)).sha256
@@ -129,8 +130,21 @@ def measure_or_reuse(
             manifest = read_manifest(file.parent)
         except RecordError:
             continue
-        if manifest["plan_sha256"] == plan.sha256 and manifest["workload"]["sha256"] == workload_sha256:
+        here = {"versions": package_versions(), "host": host_facts(), "workload": {"sha256": workload_sha256}}
+        same = all(
+            _at(manifest, keys) == _at(here, keys)
+            for keys in (
+                ("workload", "sha256"),
+                ("versions", "torch"),
+                ("versions", "transformers"),
+                ("host", "processor"),
+                ("host", "num_cores"),
+            )
+        )
+        if manifest["plan_sha256"] == plan.sha256 and same:
             if manifest["status"] == "finished":
+                if progress is not None:
+                    progress.on_message(f"Using the finished run of this plan: {file.parent}")
                 return file.parent
             unfinished = unfinished or file.parent
     return measure(plan, root=root, resume=unfinished, progress=progress)
@@ -284,15 +298,25 @@ def _at(content: Any, keys: Sequence[str]) -> Any:
     return content
 
 
-def _judged_splits(plan: Plan, engine: Engine, writer: RunWriter) -> pl.DataFrame:
+def _judged_splits(
+    plan: Plan, engine: Engine, prompts: dict[str, tuple[Prompt, ...]], writer: RunWriter
+) -> pl.DataFrame:
     requests = read_run(writer.path).requests
-    return engine.judge_splits(greedy_splits(requests, plan), requests)
+    by_id = {prompt.id: prompt for chosen in prompts.values() for prompt in chosen}
+    return engine.judge_splits(greedy_splits(requests, plan), requests, by_id)
 
 
 def _prompts(plan: Plan, workload: Workload, tier: str) -> tuple[Prompt, ...]:
-    return select_prompts(
+    chosen = select_prompts(
         workload, tier=tier, lengths=plan.workload.lengths, num_prompts=plan.workload.prompts_per_cell
     )
+    highest = max(plan.load.concurrency)
+    if len(chosen) < highest:
+        raise PlanError(
+            f"load.concurrency: {highest} requests can't be in flight with {len(chosen)} prompts in a cell "
+            f"(tier {tier}); raise workload.prompts_per_cell or lower the concurrency"
+        )
+    return chosen
 
 
 def _facts(plan: Plan, engine: Engine, workload: Workload) -> dict[str, Any]:

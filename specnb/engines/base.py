@@ -8,7 +8,7 @@ nothing of files, verdicts or charts. Heavy imports stay inside the engine modul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,8 +63,14 @@ class Engine(Protocol):
         """Tables of one cell by table name (`schema.CELL_TABLES`); failed requests keep their row."""
         ...
 
-    def judge_splits(self, splits: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
-        """`schema.SPLITS` with the margins filled in where the engine can evaluate the target again."""
+    def judge_splits(
+        self, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]
+    ) -> pl.DataFrame:
+        """`schema.SPLITS` with the margins filled in where the engine can evaluate the target again.
+
+        `requests` holds both answers of every split, `prompts` every prompt by its id; both may come
+        from an earlier process.
+        """
         ...
 
     def close(self) -> None:

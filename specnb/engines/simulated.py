@@ -15,7 +15,7 @@ seconds, whatever the real clock says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -29,6 +29,7 @@ from specnb import schema
 from specnb.config import Arm, Cell, Plan, plan_cells
 from specnb.engines.base import CellContext, PlannedRequest, request_seed
 from specnb.errors import PlanError
+from specnb.workloads import Prompt
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -232,13 +233,15 @@ class SimulatedEngine:
             tables["tokens"] = _tokens_table(cell, answers, context.run_id)
         return tables
 
-    def judge_splits(self, splits: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    def judge_splits(
+        self, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]
+    ) -> pl.DataFrame:
         """`splits` with the margins that the settings gave those places, in both precisions."""
-        prompts = dict(zip(requests["prompt_id"], requests["prompt_sha256"], strict=True))
+        digests = dict(zip(requests["prompt_id"], requests["prompt_sha256"], strict=True))
         margins = []
         for row in splits.iter_rows(named=True):
             settings = self._settings[row["arm"]]
-            planned = _diverge_fraction(prompts[row["prompt_id"]], settings)
+            planned = _diverge_fraction(digests[row["prompt_id"]], settings)
             lengths = requests.filter(
                 pl.col("prompt_id") == row["prompt_id"],
                 pl.col("sampling") == row["sampling"],

@@ -16,7 +16,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,42 +149,50 @@ class TransformersEngine:
         return _CellRun(self, cell, context).run(requests)
 
     @torch.inference_mode()
-    def judge_splits(self, splits: pl.DataFrame, requests: pl.DataFrame) -> pl.DataFrame:
+    def judge_splits(
+        self, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]
+    ) -> pl.DataFrame:
         """Margins at each split from the target, in the run's dtype and, up to 1e9 parameters, in float64.
 
-        The logits come from one plain forward over prompt and common prefix, without cache.
+        The logits come from one forward over prompt and common prefix into an empty cache.
         """
         if splits.is_empty():
             return splits
-        outputs = {
-            (row["arm"], row["prompt_id"], row["sampling"], row["concurrency"], row["repeat"]): row
-            for row in requests.iter_rows(named=True)
-        }
+        key = ("arm", "prompt_id", "sampling", "concurrency", "repeat")
+        answers = {tuple(row[:-1]): row[-1] for row in requests.select(*key, "output_token_ids").iter_rows()}
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        double = copy.deepcopy(self._model).double() if parameters <= _FP64_PARAMETER_LIMIT else None
-        margins: list[float | None] = []
-        margins_fp64: list[float | None] = []
+        models = [self._model]
+        if parameters <= _FP64_PARAMETER_LIMIT:
+            models.append(copy.deepcopy(self._model).double())
+        margins: list[list[float | None]] = [[], []]
         for split in splits.iter_rows(named=True):
-            key = (
+            reference = (
                 split["reference_arm"],
                 split["prompt_id"],
                 split["sampling"],
                 split["concurrency"],
                 split["reference_repeat"],
             )
-            pair = (split["reference_token_id"], split["token_id"])
-            if pair[0] is None or pair[1] is None:
-                margins.append(None)
-                margins_fp64.append(None)
-                continue
-            prompt_ids = self._prompts_seen[split["prompt_id"]]
-            prefix = prompt_ids + outputs[key]["output_token_ids"][: split["index"]]
-            margins.append(_margin(self._model, prefix, pair))
-            margins_fp64.append(_margin(double, prefix, pair) if double is not None else None)
+            one, other = split["reference_token_id"], split["token_id"]
+            prefix = self.encode(prompts[split["prompt_id"]]) + answers[reference][: split["index"]]
+            for place, found in enumerate(margins):
+                if one is None or other is None or place >= len(models):
+                    found.append(None)
+                    continue
+                logits = self._next_logits(models[place], prefix)
+                found.append(float(logits[one] - logits[other]))
         return splits.with_columns(
-            pl.Series("margin_nats", margins, dtype=pl.Float64),
-            pl.Series("margin_fp64_nats", margins_fp64, dtype=pl.Float64),
+            pl.Series("margin_nats", margins[0], dtype=pl.Float64),
+            pl.Series("margin_fp64_nats", margins[1], dtype=pl.Float64),
         )
+
+    def _next_logits(self, model: Any, token_ids: list[int]) -> torch.Tensor:
+        """float64 logits of the token after these, with the masks that the model's layers take."""
+        cache = self.new_cache(num_rows=1, capacity=len(token_ids), dtype=model.dtype)
+        arguments = cache.inputs(first_row=0, starts=[0], width=len(token_ids))
+        ids = torch.tensor([token_ids], device=self._device)
+        logits: torch.Tensor = model(input_ids=ids, logits_to_keep=1, **arguments).logits[0, -1].double()
+        return logits
 
     def close(self) -> None:
         """Frees the model."""
@@ -230,14 +238,14 @@ class TransformersEngine:
         ).logits
         return logits
 
-    def new_cache(self, *, num_rows: int, capacity: int) -> RaggedCache:
-        """An empty cache for this target."""
+    def new_cache(self, *, num_rows: int, capacity: int, dtype: torch.dtype | None = None) -> RaggedCache:
+        """An empty cache for this target, in its dtype unless another is given."""
         return RaggedCache(
             num_layers=self._num_layers,
             num_rows=num_rows,
             capacity=capacity,
             device=self._device,
-            dtype=self._model.dtype,
+            dtype=dtype or self._model.dtype,
             sliding_window=self._window,
             mask_kind=self._mask_kind,
         )
@@ -291,10 +299,6 @@ class TransformersEngine:
         """The arm's drafter; None for the baseline."""
         return self._drafters[arm.name]
 
-    def remember_prompt(self, prompt_id: str, token_ids: list[int]) -> None:
-        """Keeps a prompt's tokens for `judge_splits`."""
-        self._prompts_seen[prompt_id] = token_ids
-
     # -- loading ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -304,7 +308,6 @@ class TransformersEngine:
         Feeds two rows of different length in pieces, with rejected drafts in between, and compares
         with a plain forward.
         """
-        self._prompts_seen: dict[str, list[int]] = {}
         rng = np.random.default_rng(0)
         longest = 40 if self._window is None else min(self._window + 16, 600)
         rows = [
@@ -409,7 +412,6 @@ class _CellRun:
         queue: deque[tuple[PlannedRequest, list[int]]] = deque()
         for request in requests:
             ids = self._engine.encode(request.prompt)
-            self._engine.remember_prompt(request.prompt.id, ids)
             room = self._engine.max_positions - len(ids)
             if room < request.max_tokens:
                 self._fail(
@@ -776,18 +778,3 @@ def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     if not ids and tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id]
     return frozenset(ids)
-
-
-def _margin(model: Any, prefix: list[int], pair: tuple[int, int]) -> float:
-    device = next(model.parameters()).device
-    ids = torch.tensor([prefix], device=device)
-    mask = torch.ones_like(ids, dtype=torch.bool).new_ones((1, 1, len(prefix), len(prefix))).tril()
-    additive = torch.zeros(mask.shape, dtype=model.dtype, device=device).masked_fill_(
-        ~mask, torch.finfo(model.dtype).min
-    )
-    logits = (
-        model(input_ids=ids, attention_mask=additive, use_cache=False, logits_to_keep=1)
-        .logits[0, -1]
-        .double()
-    )
-    return float(logits[pair[0]] - logits[pair[1]])

@@ -1,11 +1,13 @@
 """The demo target itself: fetched and checked, and greedy answers that speculation does not change.
 
-The short form takes a part of the English prompts; `make test LONG=1` takes all of them.
+The short form takes a part of the English prompts; `make test LONG=1` takes all of them
+(`SPECNB_TEST_DEVICE` cpu or cuda, `SPECNB_TEST_TOKENS` new tokens a prompt, 32).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from specnb.workloads import Prompt, load_workload, select_prompts
 TIERS = ("low", "medium", "high")
 CONCURRENCIES = (1, 2, 4)
 TIE_NATS = 1e-4
+DEVICE = os.environ.get("SPECNB_TEST_DEVICE", "cpu")
+LONG_TOKENS = int(os.environ.get("SPECNB_TEST_TOKENS", "32"))
 
 
 def greedy_plan(max_tokens: int) -> Plan:
@@ -35,7 +39,7 @@ def greedy_plan(max_tokens: int) -> Plan:
         {
             "name": "greedy",
             "target": {"model": "demo", "dtype": "float32"},
-            "engine": {"kind": "transformers", "device": "cpu"},
+            "engine": {"kind": "transformers", "device": DEVICE},
             "arms": [
                 {"name": "baseline"},
                 {"name": "lookup", "speculative": {"method": "ngram", "num_speculative_tokens": 7}},
@@ -64,13 +68,17 @@ def check_equality(engine: TransformersEngine, prompts: list[Prompt], *, max_tok
     """Splits that are not ties, tokens compared, and answers that differ from `generate`."""
     requests = answers(engine, prompts)
     assert (requests["status"] == "ok").all()
-    splits = engine.judge_splits(greedy_splits(requests, engine.plan), requests)
+    splits = engine.judge_splits(
+        greedy_splits(requests, engine.plan), requests, {prompt.id: prompt for prompt in prompts}
+    )
     ties = (pl.col("margin_nats").abs() < TIE_NATS) & (pl.col("margin_fp64_nats").abs() < TIE_NATS)
-    model = AutoModelForCausalLM.from_pretrained(demo.ensure_demo_target(), dtype=torch.float32).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(demo.ensure_demo_target(), dtype=torch.float32).eval().to(DEVICE)
+    )
     baseline = requests.filter(arm="baseline", concurrency=1)
     unlike_generate = []
     for prompt, answer in zip(prompts, baseline["output_token_ids"].to_list(), strict=True):
-        ids = torch.tensor([engine.encode(prompt)])
+        ids = torch.tensor([engine.encode(prompt)], device=DEVICE)
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
         )
@@ -109,8 +117,8 @@ def test_greedy_speculation_equals_baseline_and_generate_on_a_part() -> None:
 
 @pytest.mark.long
 def test_greedy_speculation_equals_baseline_and_generate_on_all_english_prompts() -> None:
-    engine = TransformersEngine(greedy_plan(32))
-    assert_lossless(check_equality(engine, list(load_workload("builtin-en").prompts), max_tokens=32))
+    engine = TransformersEngine(greedy_plan(LONG_TOKENS))
+    assert_lossless(check_equality(engine, list(load_workload("builtin-en").prompts), max_tokens=LONG_TOKENS))
 
 
 @pytest.fixture
