@@ -39,13 +39,16 @@ def simulated_run(folder: Path) -> Path:
         {
             "name": "large",
             "target": {"model": "simulated"},
-            "engine": {"kind": "simulated", "args": {"alpha": 0.7}},
+            "engine": {
+                "kind": "simulated",
+                "args": {"alpha": 0.7, "output_tokens": {"short": 33, "medium": 66, "long": 132}},
+            },
             "arms": [
                 {"name": "baseline"},
                 {"name": "drafter", "speculative": {"method": "simulated", "num_speculative_tokens": 7}},
             ],
             "workload": {"set": str(prompts), "tiers": list(TIERS), "prompts_per_cell": PROMPTS_A_TIER},
-            "sampling": [{"name": "greedy", "temperature": 0, "max_tokens": 256}],
+            "sampling": [{"name": "greedy", "temperature": 0, "max_tokens": 512}],
             "load": {"concurrency": [1, 2, 4, 8, 16], "warmup_requests": 0},
             "repeats": 2,
         }
