@@ -43,6 +43,7 @@ ACCEPTANCE_METRICS: Final = (
 POSITION_METRICS: Final = ("survival", "conditional_acceptance_rate", "acceptance_rate_by_position")
 TRUNCATION_TOLERANCE: Final = 0.02
 NO_DRAFTS: Final = "speculation_inactive: no step carried a draft"
+NO_FULL_DRAFT: Final = "speculation_inactive or short drafts only: no step carried a full draft"
 
 _STEP_COUNTS: Final = ("num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
 _drafted, _accepted = pl.col("num_draft_tokens"), pl.col("num_accepted_tokens")
@@ -84,12 +85,14 @@ def draft_acceptance_rate(steps: pl.DataFrame) -> float | None:
 
 
 def full_block_hit_rate(steps: pl.DataFrame) -> float | None:
-    """Share of drafts whose tokens were all accepted, in [0, 1]; None without drafts.
+    """P(all K accepted): share of full drafts that were accepted whole, in [0, 1]; None without drafts.
 
-    A ragged draft counts as full when all that it drafted was accepted.
+    Steps carry no K: a draft is full if it is as long as the longest of its arm in `steps` (of all, without
+    an `arm` column). Shorter ones are neither hits nor misses of a full block and are left out.
     """
-    full, drafts = _totals(steps, _is_draft & (_accepted == _drafted), _is_draft)
-    return full / drafts if drafts else None
+    full = _is_full_draft(steps)
+    hits, drafts = _totals(steps, full & (_accepted == _drafted), full)
+    return hits / drafts if drafts else None
 
 
 def miss_rate(steps: pl.DataFrame) -> float | None:
@@ -158,6 +161,12 @@ def _totals(steps: pl.DataFrame, *expressions: pl.Expr) -> tuple[int, ...]:
     return tuple(int(value) for value in row)
 
 
+def _is_full_draft(steps: pl.DataFrame) -> pl.Expr:
+    """Whether a row holds a draft as long as its arm's longest."""
+    longest = _drafted.max().over("arm") if "arm" in steps.columns else _drafted.max()
+    return _is_draft & (_drafted == longest)
+
+
 def _check_steps(steps: pl.DataFrame, extra: Iterable[str] = ()) -> None:
     check_columns(steps, [*_STEP_COUNTS, *extra], what="steps")
     broken = steps.select(
@@ -189,8 +198,9 @@ def acceptance_table(
     pl.DataFrame
         `by` columns, then `stats.ESTIMATE_SCHEMA`; five rows a group by `metric`:
         mean_acceptance_length (n: drafts), tokens_per_target_step (n: target steps),
-        draft_acceptance_rate (n: drafted tokens), full_block_hit_rate and miss_rate (n: drafts).
-        Null with the reason `NO_DRAFTS` where a group has no draft: not 0, not 1.
+        draft_acceptance_rate (n: drafted tokens), full_block_hit_rate (n: full drafts, as long as
+        the longest of the arm in `steps`, whatever the group) and miss_rate (n: drafts).
+        Null with the reason `NO_DRAFTS`, or `NO_FULL_DRAFT`, where a group has none: not 0, not 1.
 
     Raises
     ------
@@ -199,31 +209,34 @@ def acceptance_table(
     RecordError
         More accepted than drafted.
     """
-    patterns = _patterns(steps, by)
+    _check_steps(steps)
+    patterns = _patterns(steps.with_columns(_is_full_draft(steps).alias("is_full")), [*by, "is_full"])
     weight = pl.col("num_steps")
     table = patterns.with_columns(
         (weight * _is_draft).alias("drafts"),
         (weight * _drafted).alias("drafted"),
         (weight * _accepted).alias("accepted"),
-        (weight * (_is_draft & (_accepted == _drafted))).alias("full"),
+        (weight * pl.col("is_full")).alias("full"),
+        (weight * (pl.col("is_full") & (_accepted == _drafted))).alias("hits"),
         (weight * (_is_draft & (_accepted == 0))).alias("missed"),
     )
-    names = ("drafts", "drafted", "accepted", "full", "missed", "num_emitted_tokens", "num_steps")
+    names = ("drafts", "drafted", "accepted", "full", "hits", "missed", "num_emitted_tokens", "num_steps")
     groups = cluster_sums(table, by=by, sums=names)
 
     def statistic(totals: Floats) -> Floats:
-        drafts, drafted, accepted, full, missed, emitted, num_steps = np.moveaxis(totals, -1, 0)
+        drafts, drafted, accepted, full, hits, missed, emitted, num_steps = np.moveaxis(totals, -1, 0)
         return np.stack(
-            [1 + accepted / drafts, emitted / num_steps, accepted / drafted, full / drafts, missed / drafts],
+            [1 + accepted / drafts, emitted / num_steps, accepted / drafted, hits / full, missed / drafts],
             axis=-1,
         )
 
-    denominators = (0, 6, 1, 0, 0)
+    denominators = (0, 7, 1, 3, 0)
+    undefined = {"tokens_per_target_step": "no target step", "full_block_hit_rate": NO_FULL_DRAFT}
     outputs = [
         Output(
             columns={"metric": metric},
             denominator=denominator,
-            undefined="no target step" if metric == "tokens_per_target_step" else NO_DRAFTS,
+            undefined=undefined.get(metric, NO_DRAFTS),
         )
         for metric, denominator in zip(ACCEPTANCE_METRICS, denominators, strict=True)
     ]

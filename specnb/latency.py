@@ -582,9 +582,10 @@ def break_even_concurrency(speedups: pl.DataFrame) -> pl.DataFrame:
         The group columns without concurrency, `min_concurrency` and `max_concurrency` measured,
         then `stats.ESTIMATE_SCHEMA`; metric `break_even_concurrency` (n: concurrencies with a
         speedup). Value null with a reason that begins with "not reached in range" where the speedup
-        stays above 1, or "below 1 from the lowest concurrency" where it never is. An end of the
-        interval is null where it lies outside the range (half open) or has no interval to come
-        from; `reason` says which.
+        stays above 1, or "below 1 from the lowest concurrency" where it never is (where it is at
+        a higher one, the reason begins with "below 1 at the lowest concurrency" and names those). An
+        end of the interval is null where it lies outside the range (half open) or has no interval to
+        come from; `reason` says which.
 
     Notes
     -----
@@ -625,7 +626,12 @@ def _break_even(points: pl.DataFrame) -> dict[str, Any]:
     value, where = _first_fall(concurrency, points["value"].to_list())
     reasons = []
     if where == "below":
-        reasons.append(f"below 1 from the lowest concurrency {lowest}")
+        above = [level for level, speedup in zip(concurrency, points["value"], strict=True) if speedup >= 1]
+        reasons.append(
+            f"below 1 at the lowest concurrency {lowest}, but not at {', '.join(map(str, above))}"
+            if above
+            else f"below 1 from the lowest concurrency {lowest}"
+        )
     elif where == "above":
         reasons.append(f"not reached in range {lowest} to {highest}")
     low = high = None
@@ -702,10 +708,16 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
         .group_by(labels)
         .agg((pl.col("decode_s").sum() / pl.col("decode_tokens").sum()).alias("tpot_s"))
     )
-    steps = run.steps.join(cells.drop("arm"), on="cell_id", how="left")
-    yields = steps.group_by(labels).agg(
-        (pl.col("num_emitted_tokens").sum() / pl.len()).alias("tokens_per_target_step"),
-        pl.len().cast(pl.Int64).alias("num_steps"),
+    steps_of_cells = run.steps.group_by("arm", "cell_id").agg(
+        pl.col("num_emitted_tokens").sum(), pl.len().cast(pl.Int64).alias("num_steps")
+    )
+    yields = (
+        steps_of_cells.join(cells.drop("arm"), on="cell_id", how="left")
+        .group_by(labels)
+        .agg(
+            (pl.col("num_emitted_tokens").sum() / pl.col("num_steps").sum()).alias("tokens_per_target_step"),
+            pl.col("num_steps").sum(),
+        )
     )
     first_steps = (
         run.steps.filter((pl.col("step") == 0) & pl.col("engine_step").is_not_null())

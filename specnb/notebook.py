@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from specnb.config import Arm
 from specnb.errors import RecordError
 from specnb.provenance import git_sha
 from specnb.records import Run, read_run
+from specnb.stats import NO_INTERVAL
 from specnb.verdicts import Claim
 
 CHART_MIME: Final = "application/vnd.vegalite.v5+json"
@@ -118,7 +120,8 @@ class ChartView:
         self, include: Iterable[str] | None = None, exclude: Iterable[str] | None = None
     ) -> Any:
         spec = self.spec()
-        return {CHART_MIME: spec, "image/svg+xml": chart_svg(spec), "text/plain": repr(self)}
+        text = f"Chart({spec.get('description', 'chart')!r})"
+        return {CHART_MIME: spec, "image/svg+xml": chart_svg(spec), "text/plain": text}
 
 
 def chart_svg(spec: Mapping[str, Any]) -> str:
@@ -399,74 +402,6 @@ def divergence_table(pairs: pl.DataFrame) -> View:
     differing = pairs.filter(~pl.col("identical")).select(names)
     caption = f"{differing.height} pairs of greedy answers that differ, and where they first do"
     return table(differing, caption=caption, folded=differing.height > MAX_OPEN_ROWS)
-
-
-def pit_histogram(run: Run, *, arm: str, rng: np.random.Generator, num_bins: int = 20) -> pl.DataFrame:
-    """Shares of an arm's sampled tokens in equal bins of the randomised PIT, with the band of a uniform law.
-
-    Parameters
-    ----------
-    run, arm, rng
-        As in `equivalence.pit_values`.
-    num_bins
-        Equal bins of [0, 1].
-
-    Returns
-    -------
-    polars.DataFrame
-        sampling, bin_low, bin_high, value (share of the tokens), expected (1 / num_bins), low, high
-        (band in which all bins of a uniform law stay with 95 % probability; null below 5 prompts),
-        n (tokens), n_clusters (prompts), reason. No rows where nothing was sampled.
-
-    Notes
-    -----
-    Tokens of one prompt are not independent: the standard error of a share sums squared residuals
-    of whole prompts (linearised ratio, Cochran 1977, section 6.3) under the uniform law; the band is
-    Bonferroni's over bins.
-    """
-    from scipy.stats import norm
-
-    from specnb.equivalence import pit_values
-
-    expected = 1 / num_bins
-    edges = pl.DataFrame({"bin": list(range(num_bins))}, schema={"bin": pl.Int64})
-    bins = (pl.col("pit") * num_bins).floor().clip(0, num_bins - 1).cast(pl.Int64).alias("bin")
-    counts = (
-        pit_values(run, arm=arm, rng=rng)
-        .with_columns(bins)
-        .group_by("sampling", "prompt_id", "bin")
-        .agg(pl.len().cast(pl.Int64).alias("hits"))
-    )
-    prompts = counts.group_by("sampling", "prompt_id").agg(pl.col("hits").sum().alias("tokens"))
-    grid = prompts.join(edges, how="cross").join(counts, on=["sampling", "prompt_id", "bin"], how="left")
-    hits, tokens = pl.col("hits").fill_null(0), pl.col("tokens")
-    width = float(norm.ppf(1 - 0.05 / (2 * num_bins)))
-    enough = pl.len() >= 5
-    error = ((hits - tokens * expected) ** 2).sum().sqrt() / tokens.sum()
-    return (
-        grid.group_by("sampling", "bin")
-        .agg(
-            (hits.sum() / tokens.sum()).alias("value"),
-            pl.when(enough).then((expected - width * error).clip(0)).alias("low"),
-            pl.when(enough).then(expected + width * error).alias("high"),
-            tokens.sum().alias("n"),
-            pl.len().cast(pl.Int64).alias("n_clusters"),
-            pl.when(~enough).then(pl.lit("fewer than 5 prompts")).alias("reason"),
-        )
-        .sort("sampling", "bin")
-        .select(
-            "sampling",
-            (pl.col("bin") / num_bins).alias("bin_low"),
-            ((pl.col("bin") + 1) / num_bins).alias("bin_high"),
-            "value",
-            pl.lit(expected).alias("expected"),
-            "low",
-            "high",
-            "n",
-            "n_clusters",
-            "reason",
-        )
-    )
 
 
 def banners(run: Run) -> list[str]:
@@ -814,12 +749,11 @@ def _head(name: str, frame: pl.DataFrame) -> str:
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
     if name == "interval":
-        low, high = row["low"], row["high"]
-        text = "n/a" if low is None or high is None else f"[{_number(low)}, {_number(high)}]"
-        return f'<td class="specnb-num">{text}</td>'
+        return f'<td class="specnb-num">{_interval(row)}</td>'
     value = row[name]
     if value is None:
-        return '<td class="specnb-num">n/a</td>' if name == "value" else "<td></td>"
+        # A reason explains what is undefined; its absence is no undefined value.
+        return "<td></td>" if name == "reason" else '<td class="specnb-num">n/a</td>'
     if isinstance(value, bool):
         return f"<td>{'yes' if value else 'no'}</td>"
     if isinstance(value, (int, float)):
@@ -828,6 +762,29 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     if name in ("metric", "split_class"):
         value = theme.column_title(value)
     return f"<td>{_escape(scrub(str(value)))}</td>"
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """Both ends of an interval; an end outside the measured loads as "above 8" or "below 1"."""
+    low, high = (
+        _open_end(row, side) if row[name] is None else _number(row[name])
+        for name, side in (("low", "lower"), ("high", "upper"))
+    )
+    if low is None or high is None:
+        return "n/a"
+    return low if low == high and row["low"] is None else f"[{low}, {high}]"
+
+
+def _open_end(row: Mapping[str, Any], side: str) -> str | None:
+    """Where the null end of a break-even interval lies; None if nothing says so."""
+    reason = row.get("reason") or ""
+    if "min_concurrency" not in row or row["method"] == NO_INTERVAL:
+        return None
+    if found := re.search(rf"{side} end is ((?:above|below) \d+)", reason):
+        return found[1]
+    if side == "upper" and reason.startswith("not reached in range"):
+        return f"above {row['max_concurrency']}"
+    return f"below {row['min_concurrency']}" if side == "lower" and reason.startswith("below 1 ") else None
 
 
 def _estimate_cell(row: Mapping[str, Any] | None, *, not_speculating: bool = False) -> str:

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -328,10 +328,18 @@ class Run:
         """One row a target forward of a request after prefill (`schema.STEPS`)."""
         return self.table("steps")
 
-    def labelled(self, name: str) -> pl.DataFrame:
+    def labelled(self, name: str, *, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """A per-request table with the request's labels joined.
 
         Adds repeat, sampling, concurrency, task, entropy_tier and length_tier (those it lacks).
+
+        Parameters
+        ----------
+        name
+            A table that has a request_id.
+        columns
+            Columns wanted, of the table or of `requests`; the table's and all labels if None. Naming
+            few saves memory.
 
         Raises
         ------
@@ -351,10 +359,14 @@ class Run:
                 f"{self.path}: {name}: column 'request_id' is not in requests: "
                 f"row {first['row']}, value {first['request_id']!r}"
             )
-        extra = [label for label in LABELS if label not in frame.columns]
-        return frame.join(
-            self.requests.select("request_id", *extra), on="request_id", how="left", maintain_order="left"
+        if columns is None:
+            columns = [*frame.columns, *(label for label in LABELS if label not in frame.columns)]
+        own = [name for name in columns if name in frame.columns and name != "request_id"]
+        labels = [name for name in columns if name not in frame.columns]
+        joined = frame.select("request_id", *own).join(
+            self.requests.select("request_id", *labels), on="request_id", how="left", maintain_order="left"
         )
+        return joined.select(columns)
 
     def _load(self, table: schema.Table) -> pl.DataFrame:
         if table.name == "splits":
@@ -377,9 +389,10 @@ class Run:
         if not frames:
             return schema.empty(table)
         frame = pl.concat(frames)
-        row = _first_repeated(frame, table)
+        # Keys are unique in each file, so a repeated one has its first column in two files.
+        first_columns = pl.concat([part.select(pl.col(table.key[0]).unique()) for part in frames])
+        row = _first_repeated(frame, table) if first_columns.is_duplicated().any() else None
         if row is not None:
-            # Keys are unique in each file, so the row repeats a key of an earlier cell.
             number = 0
             while row >= frames[number].height:
                 row -= frames[number].height

@@ -28,6 +28,7 @@ from specnb.acceptance import suffix_decay
 from specnb.config import Arm
 from specnb.equivalence import (
     Outcome,
+    cached_share,
     judge_equivalence,
     near_tie_threshold,
     not_comparable,
@@ -192,7 +193,9 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
     """Whether later drafts in a block are accepted less often, given that they are reached; one claim an arm.
 
     Supported if the whole interval of the logit slope is below 0; not supported if all of it is above
-    `-negligible_slope`; else inconclusive. Judged on the first sampling setting in which the arm drafted.
+    `-negligible_slope`; else inconclusive. Blocks of all texts are pooled, so that a slope above 0 can come
+    from easy texts alone reaching the later positions. Judged on the first sampling setting in which the
+    arm drafted.
 
     Parameters
     ----------
@@ -219,9 +222,14 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
         verdict = _falls(estimate, minimum_gap=policy.negligible_slope)
         said = {
             "supported": "later drafts are accepted less often",
-            "not supported": "later drafts are accepted as often as early ones",
+            "not supported": "no fall was seen in the pooled blocks",
             "inconclusive": "the data do not show whether later drafts are accepted less often",
         }[verdict]
+        if estimate.low is not None and estimate.low > 0:
+            said = (
+                "among blocks that get that far, later drafts are accepted more often (easy text survives "
+                "longer, so this is no evidence against decay inside a text)"
+            )
         claims.append(
             Claim(
                 arm=arm.name,
@@ -229,9 +237,9 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
                 verdict=verdict,
                 sentence=(
                     f"{arm.name}: {said}: the logit of the conditional acceptance rate changes by "
-                    f"{_number(estimate, '+.3f')} a position over {estimate.n:,} reached drafts of "
-                    f"{estimate.n_clusters} prompts ({sampling}, {_concurrency(steps)}; decay is supported "
-                    f"below 0 and ruled out above {-policy.negligible_slope:g})."
+                    f"{_number(estimate, '+.3f')} a position over {estimate.n:,} draft positions that "
+                    f"were reached, of {estimate.n_clusters} prompts ({sampling}, {_concurrency(steps)}; "
+                    f"decay is supported below 0 and ruled out above {-policy.negligible_slope:g})."
                 ),
                 estimate=estimate,
                 threshold=0.0,
@@ -310,7 +318,8 @@ def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
     largest N such that at every measured concurrency up to N that end reaches `minimum_speedup`.
     Supported if the concurrency in question (`target_concurrency`, else the lowest measured) is within
     it; not supported if there the whole interval of some setting is below `minimum_speedup`; else
-    inconclusive.
+    inconclusive. The estimate of a supported claim is the one with the worst lower end up to
+    `max_concurrency`, whatever the concurrency in question.
 
     Parameters
     ----------
@@ -369,12 +378,7 @@ def final_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
         Thresholds; defaults if None.
     """
     policy = policy or Policy()
-    speedups = {claim.arm: claim for claim in speedup_verdict(run, policy)}
-    equivalences = {claim.arm: claim for claim in equivalence_verdict(run, policy)}
-    return tuple(
-        _final_claim(run, arm, speedups[arm.name], equivalences[arm.name], policy)
-        for arm in speculating_arms(run.plan)
-    )
+    return _final_claims(run, speedup_verdict(run, policy), equivalence_verdict(run, policy), policy)
 
 
 def verdict_json(run: Run, policy: Policy | None = None) -> dict[str, Any]:
@@ -387,12 +391,13 @@ def verdict_json(run: Run, policy: Policy | None = None) -> dict[str, Any]:
         verdict, max_concurrency, sentence, claims, reasons, not_measured. Undefined numbers are null.
     """
     policy = policy or Policy()
-    final = final_verdict(run, policy)
+    speedups, equivalences = speedup_verdict(run, policy), equivalence_verdict(run, policy)
+    final = _final_claims(run, speedups, equivalences, policy)
+    explanations = (*suffix_decay_verdict(run, policy), *entropy_verdict(run, policy))
     # Claims come in the order of the questions: speed, equivalence, then what explains them.
     parts: dict[str, list[dict[str, Any]]] = {claim.arm: [] for claim in final}
-    for verdict in (speedup_verdict, equivalence_verdict, suffix_decay_verdict, entropy_verdict):
-        for claim in verdict(run, policy):
-            parts[claim.arm].append(claim.as_dict())
+    for claim in (*speedups, *equivalences, *explanations):
+        parts[claim.arm].append(claim.as_dict())
     content = {
         "schema_version": VERDICT_SCHEMA_VERSION,
         "run_id": run.run_id,
@@ -485,30 +490,36 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
             "speedup",
             f"concurrency {judged} was not measured ({', '.join(map(str, levels))} were)",
         )
-    worst = min(rows, key=lambda row: -math.inf if row["low"] is None else row["low"])
+    first = worst = _worst(rows)
     estimate = _estimate(worst)
     few = estimate.n_clusters < policy.minimum_prompts
     if few or estimate.low is None:
         verdict, reached = "inconclusive", None
     elif reached is not None and judged <= reached:
         verdict = "supported"
+        worst = _worst(headline.filter(pl.col("concurrency") <= reached).to_dicts())
+        estimate = _estimate(worst)
     elif any(row["high"] is not None and row["high"] < policy.minimum_speedup for row in rows):
         verdict = "not supported"
         worst = min(rows, key=lambda row: math.inf if row["high"] is None else row["high"])
         estimate = _estimate(worst)
     else:
         verdict = "inconclusive"
+    also = ""
     if verdict == "supported" and reached is not None:
-        above = [level for level in levels if level > reached]
-        said = (
-            f"faster up to concurrency {reached}, not shown at {_listed(above)}"
-            if above
-            else f"faster at every measured concurrency ({_listed(levels)})"
-        )
+        said = f"faster {_where(headline, reached)}"
+        if above := [level for level in levels if level > reached]:
+            said += f", not shown at {_listed(above)}"
+        if headline.filter(pl.col("concurrency") <= reached).height > 1:
+            said += ": at worst"
+        else:
+            said += ":"
+        if worst != first:
+            also = f"; {_number(_estimate(first), '.2f')} at concurrency {judged} ({first['sampling']})"
     elif verdict == "not supported":
-        said = "not faster by the margin asked for"
+        said = "not faster by the margin asked for:"
     else:
-        said = "the data do not show whether it is faster"
+        said = "the data do not show whether it is faster:"
     reasons = [
         f"{row['sampling']} at concurrency {row['concurrency']}: {_number(_estimate(row), '.2f')}"
         for row in headline.iter_rows(named=True)
@@ -521,10 +532,10 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
         question=question,
         verdict=verdict,
         sentence=(
-            f"{arm}: {said}: {_number(estimate, '.2f')} times the baseline's tokens a second at "
-            f"concurrency {judged} ({worst['sampling']}, {estimate.n} requests of "
+            f"{arm}: {said} {_number(estimate, '.2f')} times the baseline's tokens a second at "
+            f"concurrency {worst['concurrency']} ({worst['sampling']}, {estimate.n} requests of "
             f"{estimate.n_clusters} prompts, {estimate.method}; the lower end must reach "
-            f"{policy.minimum_speedup:g})."
+            f"{policy.minimum_speedup:g}){also}."
         ),
         estimate=estimate,
         threshold=policy.minimum_speedup,
@@ -533,6 +544,33 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
         reasons=(*_estimate_reasons(estimate), *reasons),
         max_concurrency=reached,
     )
+
+
+def _worst(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row with the smallest lower end; one without an interval is worse than any."""
+    return min(rows, key=lambda row: -math.inf if row["low"] is None else row["low"])
+
+
+def _where(measured: pl.DataFrame, reached: int) -> str:
+    """The loads up to `reached` in words, by sampling setting where the settings were not measured alike."""
+    levels = sorted(set(measured["concurrency"]))
+    loads = {
+        sampling: sorted(set(group["concurrency"]))
+        for (sampling,), group in measured.group_by("sampling", maintain_order=True)
+    }
+    alike = all(found == levels for found in loads.values())
+    if len(levels) == 1:
+        return f"at concurrency {reached}, the only one measured"
+    if alike and reached == levels[-1]:
+        return f"at every measured concurrency ({_listed(levels)})"
+    if alike:
+        return f"up to concurrency {reached}"
+    shown = [
+        f"{sampling} at concurrency {_listed([level for level in found if level <= reached])}"
+        for sampling, found in loads.items()
+        if found[0] <= reached
+    ]
+    return f"where it was measured up to concurrency {reached} ({'; '.join(shown)})"
 
 
 def _max_concurrency(headline: pl.DataFrame, policy: Policy) -> int | None:
@@ -580,13 +618,14 @@ def _equivalence_claim(run: Run, arm: str, policy: Policy) -> Claim:
 
 def _equivalence_sentence(run: Run, found: Outcome) -> str:
     levels = _listed(sorted(set(run.requests.filter(pl.col("arm") == found.arm)["concurrency"])))
+    excused = f" ({found.num_clear_excused} of these only where the baseline parts from itself as well)"
     evidence = (
         f"{found.num_prompts} distinct prompts at concurrency {levels}"
         if found.match is None
         else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy "
         f"answer in their first pair at the lowest concurrency; {found.num_mismatched} differ in some pair "
         f"at concurrency {levels}, {found.num_clear} of them with a margin above "
-        f"{found.near_tie_nats:g} nats"
+        f"{found.near_tie_nats:g} nats{excused if found.num_clear_excused else ''}"
     )
     said = {
         "equivalent": "answers are those of the target",
@@ -598,6 +637,16 @@ def _equivalence_sentence(run: Run, found: Outcome) -> str:
     }[found.outcome]
     reason = f"; {found.reasons[0]}" if found.reasons and found.outcome not in ("equivalent",) else ""
     return f"{found.arm}: {said} ({evidence}){reason}."
+
+
+def _final_claims(
+    run: Run, speedups: Sequence[Claim], equivalences: Sequence[Claim], policy: Policy
+) -> tuple[Claim, ...]:
+    """The final claim of every speculating arm from its speedup and equivalence claims."""
+    return tuple(
+        _final_claim(run, arm, speedup, equivalence, policy)
+        for arm, speedup, equivalence in zip(speculating_arms(run.plan), speedups, equivalences, strict=True)
+    )
 
 
 def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy: Policy) -> Claim:
@@ -618,7 +667,7 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
             rejections.append(error_reason)
     if not rejections:
         # A fault that was seen stands, however few the prompts; the lack of one needs enough of them.
-        if _drafted_steps(run, arm.name).is_empty():
+        if run.steps.filter(pl.col("arm") == arm.name, pl.col("num_draft_tokens") > 0).is_empty():
             stoppers.append(_inactive(run, arm.name))
         elif equivalence.verdict == "vacuous":
             stoppers.append(equivalence.reasons[0])
@@ -629,8 +678,9 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
     cautions = []
     if equivalence.verdict == "inconclusive":
         cautions.append(f"equivalence is inconclusive: {equivalence.reasons[0]}")
-    if run.plan.repeats < policy.minimum_repeats:
-        cautions.append(f"run-to-run variation is unknown ({_runs(run.plan.repeats)})")
+    repeats = _fewest_repeats(run.requests.filter(pl.col("arm") == arm.name))
+    if repeats < policy.minimum_repeats:
+        cautions.append(f"run-to-run variation is unknown ({_runs(repeats)})")
     if errors.value is not None and errors.value > policy.max_error_rate and not rejections:
         cautions.append(error_reason)
     cautions += tail_reasons
@@ -657,7 +707,7 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
         arm=arm.name,
         question="Should this drafter go in front of this target, and up to which concurrency?",
         verdict=verdict,
-        sentence=_final_sentence(arm.name, verdict, deciding, speedup, equivalence),
+        sentence=_final_sentence(run, arm.name, verdict, deciding, speedup, equivalence),
         estimate=speedup.estimate,
         threshold=policy.minimum_speedup,
         n=speedup.n,
@@ -669,14 +719,10 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
 
 
 def _final_sentence(
-    arm: str, verdict: str, deciding: Sequence[str], speedup: Claim, equivalence: Claim
+    run: Run, arm: str, verdict: str, deciding: Sequence[str], speedup: Claim, equivalence: Claim
 ) -> str:
     if verdict.startswith("adopt"):
-        where = (
-            "at every measured concurrency"
-            if verdict == "adopt"
-            else f"up to concurrency {speedup.max_concurrency}"
-        )
+        where = _where(run.requests.filter(pl.col("arm") == arm), speedup.max_concurrency or 0)
         return (
             f"{arm}: adopt it {where}: {_evidence(speedup)}, and its answers are {equivalence.verdict} "
             f"({equivalence.n} distinct prompts)."
@@ -754,13 +800,16 @@ def _inactive(run: Run, arm: str) -> str:
 
 
 def _drafted_steps(run: Run, arm: str) -> pl.DataFrame:
-    return run.labelled("steps").filter(pl.col("arm") == arm, pl.col("num_draft_tokens") > 0)
+    counts = ("num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
+    labels = ("arm", "prompt_id", "repeat", "sampling", "concurrency", "entropy_tier")
+    steps = run.labelled("steps", columns=(*labels, *counts))
+    return steps.filter(pl.col("arm") == arm, pl.col("num_draft_tokens") > 0)
 
 
 def _tried_by_certainty(run: Run, arm: str) -> tuple[pl.DataFrame, str]:
     """Tried drafts of an arm with `certain`, num_hits and num_tried, and how the halves are named."""
     keys = ["prompt_id", "repeat", "concurrency"]
-    tokens = run.labelled("tokens").filter(
+    tokens = run.labelled("tokens", columns=("arm", "origin", "entropy_nats", *keys)).filter(
         pl.col("arm") == arm, pl.col("origin").is_in(["accepted", "recovered"])
     )
     if tokens.height:
@@ -879,6 +928,12 @@ def _concurrency(frame: pl.DataFrame) -> str:
     return f"concurrency {_listed(sorted(set(frame['concurrency'])))}"
 
 
+def _fewest_repeats(requests: pl.DataFrame) -> int:
+    """Repeats of the sampling setting that was measured least often; 0 without requests."""
+    found = requests.group_by("sampling").agg(pl.col("repeat").n_unique())["repeat"]
+    return min(found, default=0)
+
+
 def _runs(repeats: int) -> str:
     return "single run" if repeats == 1 else f"{repeats} repeats"
 
@@ -897,9 +952,7 @@ def _conditions(run: Run) -> dict[str, Any]:
     """What every number depends on; unknown is null with the key kept."""
     requests = run.requests
     engine = run.manifest.get("engine") or {}
-    cached, total = requests.select(pl.col("num_cached_tokens", "num_prompt_tokens").sum()).row(0)
-    unknown = requests["num_cached_tokens"].null_count() == requests.height
-    repeats = run.plan.repeats
+    repeats = _fewest_repeats(requests)
     return {
         "target": run.plan.target.model
         if not Path(run.plan.target.model).is_absolute()
@@ -919,7 +972,7 @@ def _conditions(run: Run) -> dict[str, Any]:
         "sampling": [setting.name for setting in run.plan.sampling],
         "temperature": [setting.temperature for setting in run.plan.sampling],
         "acceptance_length_convention": "bonus token included",
-        "cached_fraction": None if unknown or not total else cached / total,
+        "cached_fraction": cached_share(requests),
         "near_tie_nats": near_tie_threshold(run),
         "arms_may_differ": run.plan.allow_differences,
     }

@@ -86,9 +86,34 @@ def test_scalars_on_a_hand_worked_frame():
     steps = steps_of([("a", 3, 3), ("a", 3, 0), ("b", 0, 0), ("b", 2, 1, 1)])
     assert acceptance.mean_acceptance_length(steps) == 1 + 4 / 3
     assert acceptance.draft_acceptance_rate(steps) == 4 / 8
-    assert acceptance.full_block_hit_rate(steps) == 1 / 3
+    # The draft of 2 is not full: it is left out, accepted or not.
+    assert acceptance.full_block_hit_rate(steps) == 1 / 2
     assert acceptance.miss_rate(steps) == 1 / 3
     assert acceptance.tokens_per_target_step(steps) == (4 + 1 + 1 + 1) / 4
+
+
+def test_a_short_draft_accepted_whole_is_no_full_block(rng):
+    """K = 4: of two full drafts one is accepted whole; ten drafts of one token, all accepted, don't count."""
+    rows = [("a", 4, 4), ("b", 4, 1), *[(f"p{i}", 1, 1) for i in range(10)]]
+    steps = steps_of(rows)
+    assert acceptance.full_block_hit_rate(steps) == 1 / 2
+    tiers = steps.with_columns(
+        entropy_tier=pl.when(pl.col("num_draft_tokens") == 4).then(pl.lit("low")).otherwise(pl.lit("high"))
+    )
+    table = acceptance.acceptance_table(tiers, by=["arm", "entropy_tier"], rng=rng)
+    found = table.filter(pl.col("metric") == "full_block_hit_rate").select(
+        "entropy_tier", "value", "n", "reason"
+    )
+    # The longest draft is the arm's: a group that holds only short ones has no full block at all.
+    assert sorted(found.rows()) == [
+        ("high", None, 0, acceptance.NO_FULL_DRAFT),
+        ("low", 0.5, 2, "fewer than 5 prompts"),
+    ]
+    # Another arm has a K of its own.
+    both = pl.concat([steps, steps_of([("a", 2, 2), ("b", 2, 0), ("b", 1, 1)], arm="other")])
+    table = acceptance.acceptance_table(both, by=["arm"], rng=rng)
+    found = table.filter(pl.col("metric") == "full_block_hit_rate").select("arm", "value", "n")
+    assert sorted(found.rows()) == [("draft", 0.5, 2), ("other", 0.5, 2)]
 
 
 def test_the_table_equals_the_scalars(rng):
@@ -125,7 +150,12 @@ def test_no_drafts_is_unknown(rng):
     table = acceptance.acceptance_table(steps, by=BY, rng=rng)
     for row in table.filter(pl.col("metric") != "tokens_per_target_step").to_dicts():
         assert (row["value"], row["low"], row["n"], row["n_clusters"]) == (None, None, 0, 0)
-        assert row["reason"] == "speculation_inactive: no step carried a draft"
+        full = row["metric"] == "full_block_hit_rate"
+        assert row["reason"] == (
+            "speculation_inactive or short drafts only: no step carried a full draft"
+            if full
+            else "speculation_inactive: no step carried a draft"
+        )
     assert acceptance.acceptance_by_position(steps, by=BY, rng=rng).height == 0
     assert acceptance.suffix_decay(steps, by=BY, rng=rng).height == 0
     assert acceptance.counterfactual_acceptance_length(steps, by=BY, rng=rng).height == 0
@@ -197,7 +227,8 @@ def test_bounds_and_duplication(rows):
         return
     assert 1 <= length <= k + 1
     assert 0 <= acceptance.draft_acceptance_rate(steps) <= 1
-    assert acceptance.miss_rate(steps) + acceptance.full_block_hit_rate(steps) <= 1
+    full = steps.filter(pl.col("num_draft_tokens") == k)
+    assert acceptance.miss_rate(full) + acceptance.full_block_hit_rate(steps) <= 1
     table = acceptance.acceptance_by_position(steps, by=BY, rng=np.random.default_rng(0))
     rates = values(table, "acceptance_rate_by_position")
     assert length == pytest.approx(1 + sum(rates), abs=1e-9)

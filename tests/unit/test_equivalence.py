@@ -31,6 +31,7 @@ from specnb.equivalence import (
     split_table,
 )
 from specnb.records import Run
+from specnb.stats import fisher_p_value
 
 Runs = Callable[..., Run]
 
@@ -158,6 +159,58 @@ def test_equal_answers_are_equivalent(simulated_run: Runs) -> None:
 def test_near_ties_are_equivalent_up_to_numerics(simulated_run: Runs, dtype: str, margin: float) -> None:
     found = judge(simulated_run(dtype=dtype, diverge_rate=0.2, diverge_margin=margin))
     assert (found.outcome, found.num_mismatched, found.num_clear) == ("equivalent up to numerics", 5, 0)
+
+
+def test_near_ties_beyond_the_control_are_told_and_do_not_decide(simulated_run: Runs) -> None:
+    found = judge(simulated_run(dtype="bfloat16", diverge_rate=0.5, diverge_margin=0.03))
+    assert found.outcome == "equivalent up to numerics"
+    mismatched = found.num_mismatched
+    p = fisher_p_value(mismatched, 24, 0, 24)
+    assert p < 0.01
+    assert (
+        f"excess mismatch at concurrency 1: {mismatched} of 24 prompts against 0 of 24 in the control "
+        f"(Fisher p {p:.2g}), which rounding in batched verification can cause"
+    ) in found.reasons[0]
+
+
+@pytest.mark.parametrize("name", ["clear", "unknown"])
+def test_an_excess_with_a_split_that_is_no_near_tie_is_a_doubt(name: str) -> None:
+    def pairs(classes: list[str]) -> pl.DataFrame:
+        rows = [("greedy", 1, f"p{i}", 0, found) for i, found in enumerate(classes)]
+        columns = ["sampling", "concurrency", "prompt_id", "repeat", "split_class"]
+        return pl.DataFrame(rows, schema=columns, orient="row")
+
+    control = pairs(["identical"] * 20)
+    text = (
+        "excess mismatch at concurrency 1: 10 of 20 prompts against 0 of 20 in the control (Fisher p 0.0004"
+    )
+    told, doubts = equivalence._excess(pairs(["near_tie"] * 10 + ["identical"] * 10), control, 0.01)
+    assert (told[0][: len(text)], doubts) == (text, [])
+    told, doubts = equivalence._excess(pairs([name] + ["near_tie"] * 9 + ["identical"] * 10), control, 0.01)
+    assert (told, doubts[0][: len(text)]) == ([], text)
+    # Fewer differences than in the control are no excess.
+    assert equivalence._excess(control, pairs(["clear"] * 20), 0.01) == ([], [])
+
+
+def test_prompts_without_a_draft_are_no_evidence(simulated_run: Runs) -> None:
+    run = simulated_run()
+    prompts = sorted(set(run.requests["prompt_id"]))
+    request_ids = run.requests.filter(pl.col("prompt_id").is_in(prompts[:2]))["request_id"].implode()
+    drafted = pl.col("request_id").is_in(request_ids)
+    steps = run.steps.with_columns(
+        num_draft_tokens=pl.when(drafted).then("num_draft_tokens").otherwise(0),
+        num_accepted_tokens=pl.when(drafted).then("num_accepted_tokens").otherwise(0),
+    )
+    run = with_tables(run, steps=steps)
+    found = judge(run)
+    assert (found.outcome, found.num_prompts) == ("inconclusive", 2)
+    assert found.reasons == (
+        "2 distinct prompts were compared, 20 are needed",
+        "22 further prompts had no draft and are not counted",
+    )
+    # A difference counts whether or not anything was drafted for that prompt.
+    flipped = judge(without_margins(with_flips(run, {("draft", 1, 0): 1}, first=5)))
+    assert (flipped.num_prompts, flipped.num_mismatched) == (3, 1)
 
 
 def test_the_threshold_is_that_of_the_precision(simulated_run: Runs) -> None:
@@ -314,7 +367,7 @@ def test_c04_prompts_that_are_unstable_in_the_control_are_not_blamed(simulated_r
     clear = with_tables(run, tokens=unlikely((pl.col("arm") == "draft") | repeats))
     assert set(greedy_pairs(clear, arm="baseline").filter(~pl.col("identical"))["split_class"]) == {"clear"}
     found = judge(clear)
-    assert (found.outcome, found.num_clear) == ("inconclusive", 0)
+    assert (found.outcome, found.num_clear, found.num_clear_excused) == ("inconclusive", 1, 1)
     assert "1 prompts differ where the baseline differs from itself and are not blamed" in found.reasons
 
 
@@ -356,7 +409,7 @@ def test_c21_a_precise_rerun_separates_numerics_from_a_bug(simulated_run: Runs) 
     assert explain_mismatch(low, same, arm="draft") == "numerics"
     assert explain_mismatch(low, different, arm="draft") == "bug"
     assert explain_mismatch(same, different, arm="draft") == "no mismatch"
-    smaller = simulated_run(dtype="float32", prompts_per_cell=2)
+    smaller = simulated_run(dtype="float32", prompts_per_cell=2, concurrency=[1])
     assert explain_mismatch(low, smaller, arm="draft") == "inconclusive"
 
 
@@ -439,6 +492,13 @@ def test_c15_paired_scores_that_fall_are_not_equivalent(simulated_run: Runs) -> 
     assert "discordant 11:0, McNemar p 0.00098" in found.reasons[0]
 
 
+def test_scores_without_a_discordant_pair_have_no_p_value(simulated_run: Runs) -> None:
+    run = simulated_run(concurrency=[1], repeats=1)
+    run = with_tables(run, requests=run.requests.with_columns(grader_score=pl.lit(1.0)))
+    assert quality_table(run, arm="draft").select("n", "p_value", "p_holm").rows() == [(24, None, None)]
+    assert judge(run).outcome == "equivalent"
+
+
 def test_better_scores_are_no_fault(simulated_run: Runs) -> None:
     assert judge(simulated_run(score=0.8)).outcome == "equivalent"
     worse = judge(simulated_run(score=0.9, score_drop=0.6))
@@ -489,8 +549,53 @@ def test_p_values_of_correlated_tokens_are_not_inflated(rng: np.random.Generator
     assert rejected <= 9
 
 
+def test_pit_histogram_against_a_naive_count(simulated_run: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = pl.DataFrame(
+        {
+            "request_id": [f"r{i}" for i in range(12)],
+            "prompt_id": [f"p{i % 6}" for i in range(12)],
+            "sampling": ["sampled"] * 12,
+            "index": [0] * 12,
+            "origin": ["accepted"] * 12,
+            "pit": [0.0, 0.1, 0.2, 0.49, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0, 0.3],
+        }
+    )
+    monkeypatch.setattr("specnb.equivalence.pit_values", lambda run, arm, rng: values)
+    run = simulated_run()
+    found = equivalence.pit_histogram(run, arm="draft", rng=np.random.default_rng(0), num_bins=2)
+    assert found["value"].to_list() == [5 / 12, 7 / 12]
+    assert found["bin_low"].to_list() == [0.0, 0.5]
+    assert found["bin_high"].to_list() == [0.5, 1.0]
+    assert found["n"].to_list() == [12, 12]
+    assert found["n_clusters"].to_list() == [6, 6]
+    residuals = []
+    for prompt in range(6):
+        mine = values.filter(prompt_id=f"p{prompt}")["pit"].to_list()
+        residuals.append(sum(pit < 0.5 for pit in mine) - len(mine) / 2)
+    half_width = 2.241402727604947 * sum(r**2 for r in residuals) ** 0.5 / 12
+    assert found["high"][0] == pytest.approx(0.5 + half_width)
+    assert found["low"][0] == pytest.approx(0.5 - half_width)
+
+
+def test_pit_band_holds_a_uniform_law_and_not_another(simulated_run: Runs) -> None:
+    options: dict[str, Any] = {"sampling": ("sampled",), "prompts_per_cell": 30, "concurrency": (1,)}
+    fair = simulated_run(**options)
+    rng = np.random.default_rng(1)
+    found = equivalence.pit_histogram(fair, arm="draft", rng=rng)
+    assert found.filter(~pl.col("value").is_between("low", "high")).height == 0
+    broken = simulated_run(**options, wrong_law=0.5)
+    found = equivalence.pit_histogram(broken, arm="draft", rng=rng)
+    assert found.filter(~pl.col("value").is_between("low", "high")).height > 0
+
+
+def test_pit_of_a_greedy_run_has_no_rows(simulated_run: Runs) -> None:
+    run = simulated_run(prompts_per_cell=6, concurrency=(1,), sampling=("greedy",))
+    assert equivalence.pit_histogram(run, arm="draft", rng=np.random.default_rng(0)).is_empty()
+
+
 def test_tests_without_data_say_why(simulated_run: Runs, rng: np.random.Generator) -> None:
-    few = sampled_tests(simulated_run(sampling=["sampled"], prompts_per_cell=3), arm="draft", rng=rng)
+    small = simulated_run(sampling=["sampled"], prompts_per_cell=3, concurrency=[1])
+    few = sampled_tests(small, arm="draft", rng=rng)
     assert set(few["reason"]) == {"fewer than 8 prompts"}
     assert few["p_value"].null_count() == 4
     assert sampled_tests(simulated_run(), arm="draft", rng=rng).is_empty()

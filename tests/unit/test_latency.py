@@ -519,6 +519,11 @@ def test_break_even_interval_comes_from_the_interval_curves():
             "below 1 from the lowest concurrency 1",
         ),
         ([(1, 1.2, 0.9, 1.5), (4, 0.8, 0.7, 0.5)], (2.0, None, 2.0), "lower end is below 1"),
+        (
+            [(1, 0.9, 0.8, 0.95), (4, 1.5, 1.2, 1.7), (8, 0.9, 0.8, 0.95)],
+            (None, None, None),
+            "below 1 at the lowest concurrency 1, but not at 4; upper end is below 1",
+        ),
     ],
 )
 def test_break_even_outside_the_range_is_open(curve, expected, reason):

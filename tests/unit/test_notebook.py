@@ -6,11 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
 
-from specnb import charts, notebook
+from specnb import charts, latency, notebook
 from specnb.errors import RecordError
 from specnb.stats import Estimate
 from specnb.verdicts import Claim
@@ -215,6 +214,50 @@ def test_a_table_joins_intervals_and_moves_constants_to_the_caption():
     assert "no rows" in notebook.table(frame.clear(), caption="rates").html
 
 
+@pytest.mark.parametrize(
+    ("curve", "shown"),
+    [
+        ([(1, 1.5, 1.2, 2.0), (4, 0.5, 0.2, 1.1)], "[1.32, above 4]"),
+        ([(1, 1.2, 0.9, 1.5), (4, 0.8, 0.7, 0.5)], "[below 1, 2]"),
+        ([(1, 2.0, 1.5, 2.1), (8, 1.5, 0.5, 1.6)], "[2.828, above 8]"),
+        ([(1, 2.0, 1.9, 2.1), (8, 1.5, 1.4, 1.6)], "above 8"),
+        ([(1, 0.9, 0.8, 1.5), (4, 0.5, 0.2, 0.5)], "[below 1, 2]"),
+        ([(1, 0.9, 0.8, 0.95), (4, 0.5, 0.2, 0.7)], "below 1"),
+        ([(1, 2.0, None, None), (8, 1.5, 1.4, 1.6)], "n/a"),
+        ([(1, 2.0, 1.9, 2.1), (8, 0.5, 0.4, 0.6)], "[3.482, 4.595]"),
+    ],
+)
+def test_an_open_end_of_the_break_even_says_where_it_lies(curve, shown):
+    rows = [
+        {
+            "arm": "draft",
+            "concurrency": concurrency,
+            "metric": "throughput_speedup",
+            "value": value,
+            "low": low,
+            "high": high,
+            "level": 0.95,
+            "n": 40,
+            "n_clusters": 20,
+            "method": "percentile",
+            "reason": None,
+        }
+        for concurrency, value, low, high in curve
+    ]
+    found = latency.break_even_concurrency(pl.DataFrame(rows, infer_schema_length=None))
+    assert f'<td class="specnb-num">{shown}</td>' in notebook.table(found, caption="break-even").html
+
+
+def test_every_null_but_a_reason_is_shown():
+    frame = pl.DataFrame(
+        {"split": ["a", None], "p_value": [0.5, None], "reason": ["why", None]},
+        schema={"split": pl.String, "p_value": pl.Float64, "reason": pl.String},
+    )
+    html = notebook.table(frame, caption="nulls").html
+    assert html.count("n/a") == 2
+    assert html.count("<td></td>") == 1
+
+
 def test_a_long_table_says_how_many_rows_it_leaves_out():
     frame = pl.DataFrame({"x": list(range(100))})
     text = notebook.table(frame, caption="many", max_rows=10).html
@@ -288,49 +331,3 @@ def test_every_arm_stacks_what_a_function_says_of_each(simulated_run):
     assert notebook.every_arm(estimate, run, offset=1).rows() == [(4, "one"), (4, "two")]
     with_control = notebook.every_arm(estimate, run, baseline=True)
     assert with_control["arm"].to_list() == ["baseline", "one", "two"]
-
-
-# The PIT histogram
-
-
-def test_pit_histogram_against_a_naive_count(run, monkeypatch):
-    values = pl.DataFrame(
-        {
-            "request_id": [f"r{i}" for i in range(12)],
-            "prompt_id": [f"p{i % 6}" for i in range(12)],
-            "sampling": ["sampled"] * 12,
-            "index": [0] * 12,
-            "origin": ["accepted"] * 12,
-            "pit": [0.0, 0.1, 0.2, 0.49, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 1.0, 0.3],
-        }
-    )
-    monkeypatch.setattr("specnb.equivalence.pit_values", lambda run, arm, rng: values)
-    found = notebook.pit_histogram(run, arm="draft", rng=np.random.default_rng(0), num_bins=2)
-    assert found["value"].to_list() == [5 / 12, 7 / 12]
-    assert found["bin_low"].to_list() == [0.0, 0.5]
-    assert found["bin_high"].to_list() == [0.5, 1.0]
-    assert found["n"].to_list() == [12, 12]
-    assert found["n_clusters"].to_list() == [6, 6]
-    residuals = []
-    for prompt in range(6):
-        mine = values.filter(prompt_id=f"p{prompt}")["pit"].to_list()
-        residuals.append(sum(pit < 0.5 for pit in mine) - len(mine) / 2)
-    half_width = 2.241402727604947 * sum(r**2 for r in residuals) ** 0.5 / 12
-    assert found["high"][0] == pytest.approx(0.5 + half_width)
-    assert found["low"][0] == pytest.approx(0.5 - half_width)
-
-
-def test_pit_band_holds_a_uniform_law_and_not_another(simulated_run):
-    options = {"sampling": ("sampled",), "prompts_per_cell": 30, "concurrency": (1,)}
-    fair = simulated_run(**options)
-    rng = np.random.default_rng(1)
-    found = notebook.pit_histogram(fair, arm="draft", rng=rng)
-    assert found.filter(~pl.col("value").is_between("low", "high")).height == 0
-    broken = simulated_run(**options, wrong_law=0.5)
-    found = notebook.pit_histogram(broken, arm="draft", rng=rng)
-    assert found.filter(~pl.col("value").is_between("low", "high")).height > 0
-
-
-def test_pit_of_a_greedy_run_has_no_rows(simulated_run):
-    run = simulated_run(prompts_per_cell=6, concurrency=(1,), sampling=("greedy",))
-    assert notebook.pit_histogram(run, arm="draft", rng=np.random.default_rng(0)).is_empty()

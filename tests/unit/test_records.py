@@ -320,6 +320,8 @@ def test_labelled_joins_the_requests_labels(finished: Path) -> None:
     assert frame.select(records.LABELS).row(0) == (0, "greedy", 1, "sums", "low", "short")
     assert frame.drop(records.LABELS).equals(run.steps)
     assert run.labelled("chunks").height == 8
+    few = ("repeat", "num_draft_tokens", "request_id", "entropy_tier")
+    assert run.labelled("steps", columns=few).equals(frame.select(few))
     with pytest.raises(ValueError, match="table engine_steps has no request_id, so requests' labels"):
         run.labelled("engine_steps")
 

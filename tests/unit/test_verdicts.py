@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from specnb.equivalence import greedy_pairs
 from specnb.errors import PlanError
 from specnb.records import Run
 from specnb.stats import Estimate
@@ -64,7 +65,7 @@ def strict(text: str) -> Any:
         (
             {"conditional_rates": (0.3, 0.5, 0.7, 0.9)},
             "not supported",
-            "later drafts are accepted as often as early ones",
+            "among blocks that get that far, later drafts are accepted more often (easy text survives longer",
         ),
         ({"alpha": 0.7, "prompts_per_cell": 6}, "inconclusive", "the data do not show"),
     ],
@@ -80,13 +81,23 @@ def test_suffix_decay_comes_out_each_way(
         f"{claim.estimate.value:+.3f} [{claim.estimate.low:+.3f}, {claim.estimate.high:+.3f}]"
         in claim.sentence
     )
-    assert f"{claim.n:,} reached drafts of {claim.estimate.n_clusters} prompts" in claim.sentence
+    assert (
+        f"{claim.n:,} draft positions that were reached, of {claim.estimate.n_clusters} prompts"
+        in claim.sentence
+    )
     assert "concurrency 1 and 4" in claim.sentence
 
 
 def test_a_constant_rate_is_no_decay_although_survival_falls(simulated_run: Runs) -> None:
     run = simulated_run(alpha=0.7, prompts_per_cell=60, prompt_concentration=8.0, lengths=["long"])
-    assert one(suffix_decay_verdict(run)).verdict == "not supported"
+    claim = one(suffix_decay_verdict(run))
+    assert claim.verdict == "not supported"
+    # Prompts differ, and the later positions are reached by the easy ones alone.
+    assert "so this is no evidence against decay inside a text" in claim.sentence
+    alike = simulated_run(alpha=0.7, prompts_per_cell=6)
+    flat = one(suffix_decay_verdict(alike, Policy(negligible_slope=0.9)))
+    assert flat.verdict == "not supported"
+    assert flat.sentence.startswith("draft: no fall was seen in the pooled blocks: ")
 
 
 # Entropy
@@ -148,17 +159,18 @@ def test_one_tier_without_tokens_says_why(simulated_run: Runs) -> None:
 def test_speedup_is_supported_not_supported_or_inconclusive(simulated_run: Runs) -> None:
     fast = one(speedup_verdict(simulated_run(**FAST)))
     assert (fast.verdict, fast.max_concurrency) == ("supported", 4)
-    assert fast.sentence.startswith("draft: faster at every measured concurrency (1 and 4): ")
-    assert "the lower end must reach 1.05)." in fast.sentence
+    assert fast.sentence.startswith("draft: faster at every measured concurrency (1 and 4): at worst ")
+    assert "the lower end must reach 1.05); " in fast.sentence
     slow = one(speedup_verdict(simulated_run(**FAST, speed_factor=0.3)))
     assert (slow.verdict, slow.max_concurrency) == ("not supported", None)
     assert slow.estimate is not None
     assert slow.estimate.high is not None
     assert slow.estimate.high < 1.05
     # A true ratio near the threshold can't be told from it with these prompts.
-    value = fast.estimate.value if fast.estimate else None
+    at_1 = one(speedup_verdict(simulated_run(**FAST, concurrency=[1])))
+    value = at_1.estimate.value if at_1.estimate else None
     assert value is not None
-    near = one(speedup_verdict(simulated_run(**FAST), Policy(minimum_speedup=value)))
+    near = one(speedup_verdict(simulated_run(**FAST, concurrency=[1]), Policy(minimum_speedup=value)))
     assert (near.verdict, near.max_concurrency) == ("inconclusive", None)
     assert "the data do not show whether it is faster" in near.sentence
 
@@ -175,6 +187,38 @@ def test_speedup_says_up_to_which_concurrency(simulated_run: Runs) -> None:
         "inconclusive",
         ("concurrency 8 was not measured (1, 4, 16 were)",),
     )
+
+
+def test_the_worst_lower_end_of_the_certified_range_is_quoted(simulated_run: Runs) -> None:
+    run = simulated_run(**CROSSING)
+    claim = one(speedup_verdict(run))
+    at = {
+        level: one(speedup_verdict(run, Policy(target_concurrency=level, minimum_speedup=9))).estimate
+        for level in (1, 4)
+    }
+    assert claim.estimate is not None
+    assert claim.estimate == at[4]
+    assert claim.estimate.low < at[1].low
+    assert f"at worst {at[4].value:.2f} [{at[4].low:.2f}, " in claim.sentence
+    assert "tokens a second at concurrency 4 (greedy, " in claim.sentence
+    assert claim.sentence.endswith(
+        f"; {at[1].value:.2f} [{at[1].low:.2f}, {at[1].high:.2f}] at concurrency 1 (greedy)."
+    )
+    assert f"adopt it up to concurrency 4: at worst {at[4].value:.2f} [" in one(final_verdict(run)).sentence
+
+
+def test_loads_are_named_by_setting_where_they_differ(simulated_run: Runs) -> None:
+    short = {"name": "sampled", "temperature": 1.0, "max_tokens": 64, "seed": 0, "concurrency": [1]}
+    run = simulated_run(**FAST, sampling=["greedy", short])
+    where = (
+        "where it was measured up to concurrency 4 (greedy at concurrency 1 and 4; sampled at concurrency 1)"
+    )
+    assert one(speedup_verdict(run)).sentence.startswith(f"draft: faster {where}: at worst ")
+    final = one(final_verdict(run))
+    assert (final.verdict, "every measured" in final.sentence) == ("adopt", False)
+    assert f"adopt it {where}: " in final.sentence
+    alone = one(speedup_verdict(simulated_run(**FAST, concurrency=[1])))
+    assert alone.sentence.startswith("draft: faster at concurrency 1, the only one measured: ")
 
 
 def test_few_prompts_never_support_a_speedup(simulated_run: Runs) -> None:
@@ -257,6 +301,43 @@ def test_an_unproven_equivalence_is_a_canary(simulated_run: Runs) -> None:
     )
 
 
+def test_a_setting_measured_once_is_a_canary(simulated_run: Runs) -> None:
+    once = {"name": "sampled", "temperature": 1.0, "max_tokens": 64, "seed": 0, "repeats": 1}
+    run = simulated_run(**FAST, sampling=["greedy", once])
+    claim = one(final_verdict(run))
+    assert (claim.verdict, run.plan.repeats) == ("canary first", 2)
+    assert "run-to-run variation is unknown (single run)" in claim.sentence
+    assert verdict_json(run)["conditions"]["run_to_run_interval"] == "n/a: single run"
+
+
+def test_clear_splits_are_told_even_where_the_baseline_has_its_own(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, unstable_rate=0.2, unstable_margin=0.5)
+    claim = one(equivalence_verdict(run))
+    assert claim.verdict == "inconclusive"
+    clear = greedy_pairs(run, arm="draft").filter(pl.col("split_class") == "clear")["prompt_id"].n_unique()
+    assert clear > 0
+    assert (
+        f"{clear} of them with a margin above 0.001 nats ({clear} of these only where the baseline parts "
+        "from itself as well)"
+    ) in claim.sentence
+
+
+def test_a_run_without_greedy_answers_says_what_that_leaves_open(simulated_run: Runs) -> None:
+    (arm,) = verdict_json(simulated_run(**FAST, sampling=["sampled"]))["arms"]
+    assert "that the arm's logits are the target's (needs greedy answers)" in arm["not_measured"]
+    (arm,) = verdict_json(simulated_run(**FAST))["arms"]
+    assert not any("logits" in item for item in arm["not_measured"])
+
+
+def test_the_cached_fraction_is_that_of_requests_where_it_is_known(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST)
+    first = pl.col("repeat") == 0
+    run._tables["requests"] = run.requests.with_columns(
+        num_cached_tokens=pl.when(first).then(pl.col("num_prompt_tokens"))
+    )
+    assert verdict_json(run)["conditions"]["cached_fraction"] == 1.0
+
+
 def test_a_heavy_tail_is_a_canary(simulated_run: Runs) -> None:
     run = simulated_run(**FAST, prompts_per_cell=40, concurrency=[1])
     assert one(final_verdict(run)).verdict == "adopt"
@@ -270,7 +351,7 @@ def test_a_heavy_tail_is_a_canary(simulated_run: Runs) -> None:
 
 
 def test_the_lower_bound_decides_not_the_estimate(simulated_run: Runs) -> None:
-    run = simulated_run(**FAST)
+    run = simulated_run(**FAST, concurrency=[1])
     estimate = one(speedup_verdict(run)).estimate
     assert estimate is not None
     assert estimate.low is not None
