@@ -692,7 +692,7 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
     elif rejections:
         verdict, deciding = "do not adopt", rejections
     elif speedup.verdict != "supported":
-        verdict, deciding = "inconclusive", [f"speedup is inconclusive: {_clause(speedup)}", *cautions]
+        verdict, deciding = "inconclusive", [_clause(speedup), *cautions]
     else:
         reached = speedup.max_concurrency
         deciding = cautions
@@ -702,7 +702,9 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
             verdict = "adopt"
         else:
             verdict = f"adopt up to concurrency {reached}"
-    notes = [f"speedup: {_clause(speedup)}", f"equivalence: {equivalence.verdict}"]
+    notes = [f"equivalence: {equivalence.verdict}"]
+    if _clause(speedup) not in deciding:
+        notes.insert(0, f"speedup: {_clause(speedup)}")
     return Claim(
         arm=arm.name,
         question="Should this drafter go in front of this target, and up to which concurrency?",

@@ -3,7 +3,7 @@
     .venv/bin/python tests/benchmarks/bench_engine.py [cpu|cuda] [OUT.json]
 
 1. Baseline decode against `model.generate` at one request: interleaved pairs, ratio of seconds a token.
-2. Throughput at four requests over throughput at one.
+2. Throughput at four requests over throughput at one, prefill included, 128 new tokens a request.
 3. Prompt lookup against baseline on the low-entropy tier at one request, with the decomposition
    (tokens a target step, step and cycle times from engine_steps) and its residual.
 
@@ -32,9 +32,10 @@ from specnb.workloads import Prompt, load_workload, select_prompts
 
 PAIRS = 10
 TOKENS = 48
+THROUGHPUT_TOKENS = 128
 
 
-def bench_plan(device: str) -> Plan:
+def bench_plan(device: str, *, max_tokens: int = TOKENS) -> Plan:
     """Baseline and prompt lookup at one and four requests; answers of a fixed length."""
     return plan_from_dict(
         {
@@ -46,15 +47,17 @@ def bench_plan(device: str) -> Plan:
                 {"name": "lookup", "speculative": {"method": "ngram", "num_speculative_tokens": 7}},
             ],
             "workload": {"set": "builtin-en", "tiers": ["low"]},
-            "sampling": [{"name": "greedy", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}],
+            "sampling": [{"name": "greedy", "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}],
             "load": {"concurrency": [1, 4]},
         }
     )
 
 
-def run_cell(engine: TransformersEngine, cell: Cell, prompts: list[Prompt]) -> dict[str, pl.DataFrame]:
-    """Tables of one cell over these prompts."""
-    requests = planned_requests(engine.plan, cell, prompts)
+def run_cell(
+    engine: TransformersEngine, cell: Cell, prompts: list[Prompt], *, plan: Plan | None = None
+) -> dict[str, pl.DataFrame]:
+    """Tables of one cell over these prompts; the output cap is that of `plan`, else of the engine's plan."""
+    requests = planned_requests(plan or engine.plan, cell, prompts)
     return engine.run_cell(cell, requests, CellContext(run_id="bench", clock=time.perf_counter))
 
 
@@ -146,7 +149,14 @@ def main() -> None:
             own = run_cell(engine, cells["baseline", 1], [prompt])
         ratios.append(decode_s_per_token(own) / theirs)
         singles.append(own)
-    four = [run_cell(engine, cells["baseline", 4], prompts * 2) for _ in range(2)]
+    long = bench_plan(device, max_tokens=THROUGHPUT_TOKENS)
+    lengthy = {cell.concurrency: cell for cell in plan_cells(long) if cell.arm.speculative is None}
+    some = prompts[:8]
+    throughput = [
+        tokens_per_s(run_cell(engine, lengthy[4], some, plan=long))
+        / tokens_per_s(run_cell(engine, lengthy[1], some, plan=long))
+        for _ in range(2)
+    ]
     one = [run_cell(engine, cells["baseline", 1], prompts) for _ in range(2)]
     lookup = [run_cell(engine, cells["lookup", 1], prompts) for _ in range(2)]
     parts = [decomposition(base, arm) for base, arm in zip(one, lookup, strict=True)]
@@ -156,7 +166,7 @@ def main() -> None:
             "min": min(ratios),
             "max": max(ratios),
         },
-        "throughput_4_over_1": [tokens_per_s(a) / tokens_per_s(b) for a, b in zip(four, one, strict=True)],
+        "throughput_4_over_1": throughput,
         "lookup_over_baseline_throughput": [
             tokens_per_s(a) / tokens_per_s(b) for a, b in zip(lookup, one, strict=True)
         ],
@@ -164,6 +174,7 @@ def main() -> None:
         "settings": {
             "pairs": PAIRS,
             "new_tokens": TOKENS,
+            "new_tokens_throughput": THROUGHPUT_TOKENS,
             "threads": torch.get_num_threads(),
             "device": device,
         },

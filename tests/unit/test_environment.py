@@ -13,7 +13,13 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NAMES = {"yaml": "pyyaml", "vl_convert": "vl-convert-python", "pydantic_core": "pydantic", "zmq": "pyzmq", "IPython": "ipython"}
+NAMES = {
+    "yaml": "pyyaml",
+    "vl_convert": "vl-convert-python",
+    "pydantic_core": "pydantic",
+    "zmq": "pyzmq",
+    "IPython": "ipython",
+}
 
 
 def pins() -> dict[str, str]:
