@@ -20,7 +20,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 lab: $(VENV)/.installed-lab
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("specnb needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -40,5 +40,4 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
 
 $(VENV)/.installed-lab: pyproject.toml $(VENV)/.installed-torch
 	$(BIN)/pip install -q -e '.[notebooks]'
-	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name 'Python 3 (specnb)'
 	touch $@
