@@ -152,9 +152,7 @@ def test_a_changed_plan_is_refused_and_a_finished_run_left_alone(
     assert err.strip() == f"specnb: {uninterrupted.path}: this run is finished; nothing to resume"
     changed = yaml.safe_load(plan.read_text())
     changed["sampling"][0]["max_tokens"] = 12
-    changed["target"]["model"] = str(plan.parent / "target")
-    changed["workload"]["set"] = str(plan.parent / "prompts.jsonl")
-    other = tmp_path / "changed.yaml"
+    other = plan.parent / "changed.yaml"
     other.write_text(yaml.safe_dump(changed))
     process = start(other, tmp_path, "--resume", str(uninterrupted.path))
     _, err = process.communicate(timeout=60)
