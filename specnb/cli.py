@@ -129,8 +129,9 @@ def gate(
 
     thresholds = read_policy(policy) if policy else Policy()
     opened = read_run(run_dir)
-    refuse_altered_files(opened)
+    # Reading names the column and row of a fault; the digests catch damage that reads without one.
     verdict = verdict_json(opened, thresholds)
+    refuse_altered_files(opened)
     for arm in verdict["arms"]:
         _out.print(arm["sentence"], markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(gate_exit_code(verdict, thresholds))
