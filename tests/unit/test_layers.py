@@ -21,9 +21,11 @@ ORDER = (
     "config",
     "workloads",
     "records",
+    "prometheus",
     # analysis: reads run directories, and nothing else
     "stats",
     "acceptance",
+    "reconciliation",
     "latency",
     "equivalence",
     "verdicts",
@@ -31,6 +33,8 @@ ORDER = (
     "theme",
     "charts",
     # measuring
+    "load",
+    "telemetry",
     "drafters",
     "demo",
     "engines",
@@ -41,7 +45,7 @@ ORDER = (
     "report",
     "cli",
 )
-ANALYSIS = ("stats", "acceptance", "latency", "equivalence", "verdicts", "checks", "theme", "charts")
+ANALYSIS = ("prometheus", "stats", "acceptance", "reconciliation", "latency", "equivalence", "verdicts", "checks", "theme", "charts")
 MEASURING = ("workloads", "drafters", "demo", "engines", "runner", "doctor")
 HEAVY = ("torch", "transformers", "vllm")
 MAY_IMPORT_HEAVY = ("engines", "drafters", "demo", "training")
