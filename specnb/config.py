@@ -64,13 +64,25 @@ class Target(_Strict):
 
 
 class Engine(_Strict):
-    """How answers are generated; `device` and `num_threads` concern the in-process engine only."""
+    """How answers are generated.
+
+    `device` and `num_threads` concern the in-process engine; `args` (vLLM's options, underscores
+    for hyphens), `env`, `python` (the interpreter that has vLLM), `port`, `devices`
+    (CUDA_VISIBLE_DEVICES) and `start_timeout_s` concern launched servers; `api_key_env` names the
+    environment variable that holds the key of running ones.
+    """
 
     kind: Literal["transformers", "vllm", "openai", "simulated"]
     endpoint: Literal["chat", "completions"] = "chat"
     args: dict[str, Any] = Field(default_factory=dict)
     device: str = Field(default="auto", min_length=1)
     num_threads: int | None = Field(default=None, ge=1)
+    python: str | None = Field(default=None, min_length=1)
+    env: dict[str, str] = Field(default_factory=dict)
+    port: int | None = Field(default=None, ge=1, le=65535)
+    devices: str | None = Field(default=None, min_length=1)
+    start_timeout_s: float = Field(default=1800, gt=0)
+    api_key_env: Name = "SPECNB_API_KEY"
 
 
 class Speculative(BaseModel):
@@ -117,15 +129,34 @@ class LengthCaps(_Strict):
     unlabelled: int | None = Field(default=None, ge=1)
 
 
+class PromptStep(_Strict):
+    """From this concurrency on, cells hold this many prompts."""
+
+    from_concurrency: Concurrency
+    prompts: int = Field(ge=1)
+
+
 class WorkloadPlan(_Strict):
-    """Which prompts; `set` is `builtin-en`, `builtin-zh` or a JSONL path (relative to the plan's folder)."""
+    """Which prompts; `set` is `builtin-en`, `builtin-zh` or a JSONL path (relative to the plan's folder).
+
+    `prompts_by_concurrency` overrides `prompts_per_cell` from a concurrency on. `nonce` puts a word at
+    the start of every prompt that differs between cells and is the same in every arm, so that no
+    prefix cache serves one cell from another; answers of different cells are then not comparable.
+    """
 
     set: str = Field(min_length=1)
     tiers: tuple[Tier, ...] = Field(default=("low", "medium", "high"), min_length=1)
     lengths: tuple[Length, ...] = Field(default=("short", "medium", "long"), min_length=1)
     prompts_per_cell: int | None = Field(default=32, ge=1)
+    prompts_by_concurrency: tuple[PromptStep, ...] = ()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_tokens: LengthCaps = Field(default_factory=LengthCaps)
+    nonce: bool = False
+
+    def num_prompts(self, concurrency: int) -> int | None:
+        """Prompts of a cell at this concurrency; None: all that fit the cell's labels."""
+        steps = [step for step in self.prompts_by_concurrency if step.from_concurrency <= concurrency]
+        return steps[-1].prompts if steps else self.prompts_per_cell
 
 
 class Sampling(_Strict):
@@ -146,11 +177,33 @@ class Sampling(_Strict):
 
 
 class Load(_Strict):
-    """How requests arrive: `closed` keeps `concurrency` requests in flight."""
+    """How requests arrive.
 
-    mode: Literal["closed"] = "closed"
+    `closed` keeps `concurrency` requests in flight. `open` sends them at Poisson times of
+    `request_rate` a second, or at the times of `trace` (seconds, one a line), with at most
+    `concurrency` in flight. Servers are warmed up by at least `concurrency` requests unless
+    `warmup_requests` is 0. A stream without a byte for `stall_timeout_s`, a request longer than
+    `request_timeout_s` and what is left after `cell_timeout_s` end with a row of their own.
+    """
+
+    mode: Literal["closed", "open"] = "closed"
     concurrency: tuple[Concurrency, ...] = Field(min_length=1)
+    request_rate: float | None = Field(default=None, gt=0)
+    trace: str | None = Field(default=None, min_length=1)
     warmup_requests: int = Field(default=2, ge=0)
+    stall_timeout_s: float = Field(default=120, gt=0)
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    cell_timeout_s: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        given = [name for name in ("request_rate", "trace") if getattr(self, name) is not None]
+        if self.mode == "closed" and given:
+            raise _contradiction("a closed loop sends when a slot is free; say mode: open", given[0])
+        if self.mode == "open" and len(given) != 1:
+            found = "both" if given else "neither"
+            raise _contradiction(f"open needs request_rate or trace, found {found}; give one", "mode")
+        return self
 
 
 class Logging(_Strict):
@@ -194,6 +247,15 @@ class Plan(_Strict):
         _refuse_duplicates(self.workload.tiers, "workload", "tiers")
         _refuse_duplicates(self.workload.lengths, "workload", "lengths")
         self._check_arms()
+        steps = [step.from_concurrency for step in self.workload.prompts_by_concurrency]
+        if steps != sorted(set(steps)):
+            raise _contradiction(
+                f"from_concurrency {_listed(steps)} must rise; sort them",
+                "workload",
+                "prompts_by_concurrency",
+            )
+        if self.load.mode == "open" and self.engine.kind in ("transformers", "simulated"):
+            raise _contradiction("only servers take an open loop; say closed", "load", "mode")
         for number, setting in enumerate(self.sampling):
             place = ("sampling", number)
             _refuse_duplicates(setting.concurrency or (), *place, "concurrency")
@@ -273,7 +335,29 @@ class Plan(_Strict):
     def sha256(self) -> str:
         """Digest of everything in the plan that can change what is measured (the price can't)."""
         content = self.model_dump(mode="json", exclude={"price"})
+        for section, (model, keys) in _ADDED_KEYS.items():
+            for key in keys:
+                if content[section][key] == _plain_default(model, key):
+                    del content[section][key]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# Keys that plans of version 0.1.0 did not have: left out of the digest where they hold their default,
+# so that a run measured then keeps the digest of its plan.
+_ADDED_KEYS: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
+    "engine": (Engine, ("python", "env", "port", "devices", "start_timeout_s", "api_key_env")),
+    "workload": (WorkloadPlan, ("prompts_by_concurrency", "nonce")),
+    "load": (
+        Load,
+        ("request_rate", "trace", "stall_timeout_s", "request_timeout_s", "cell_timeout_s"),
+    ),
+}
+
+
+def _plain_default(model: type[BaseModel], key: str) -> Any:
+    """A field's default as it stands in a JSON dump."""
+    default = model.model_fields[key].get_default(call_default_factory=True)
+    return list(default) if isinstance(default, tuple) else default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,20 +390,25 @@ def plan_cells(plan: Plan) -> tuple[Cell, ...]:
     Returns
     -------
     tuple of Cell
-        In measuring order; engines that start a server for each arm may regroup by arm.
+        In measuring order. Where a server is launched for each arm, an arm's cells of one repeat are
+        neighbours instead.
     """
     cells: list[Cell] = []
+    by_arm = plan.engine.kind == "vllm"
     for repeat in range(plan.repeats):
         arms = plan.arms if plan.order == "sequential" or repeat % 2 == 0 else plan.arms[::-1]
+        found: list[Cell] = []
         for setting in plan.sampling:
             if repeat >= (setting.repeats or plan.repeats):
                 continue
-            cells += [
+            found += [
                 Cell(arm=arm, tier=tier, concurrency=concurrency, sampling=setting, repeat=repeat)
                 for concurrency in setting.concurrency or plan.load.concurrency
                 for tier in plan.workload.tiers
                 for arm in arms
             ]
+        # A launched server serves all cells of its arm and repeat before the next one starts.
+        cells += sorted(found, key=lambda cell: arms.index(cell.arm)) if by_arm else found
     return tuple(cells)
 
 

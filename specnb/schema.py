@@ -287,9 +287,54 @@ SPLITS: Final = Table(
     ),
 )
 
+ACCEPTANCE: Final = Table(
+    name="acceptance",
+    grain="one row a request whose response carried acceptance figures",
+    key=("request_id",),
+    columns=(
+        _RUN,
+        _ARM,
+        _CELL,
+        _REQUEST,
+        _PROMPT,
+        _text(
+            "source",
+            "whose response fields these are: vllm (metrics.speculative_decoding), sglang (meta_info), "
+            "llamacpp (timings)",
+            allowed=("vllm", "sglang", "llamacpp"),
+        ),
+        _count("num_drafts", "verification steps that carried a draft", nullable=True),
+        _count("num_draft_tokens", "drafted tokens", nullable=True),
+        _count(
+            "num_accepted_tokens", "accepted drafts, before any truncation, bonus excluded", nullable=True
+        ),
+        _count("num_speculative_tokens", "longest draft, K", nullable=True, minimum=1),
+        Column(
+            name="acceptance_histogram",
+            dtype=pl.List(pl.Int64()),
+            text="entry j: drafts with exactly j accepted tokens, K + 1 entries",
+            nullable=True,
+        ),
+    ),
+)
+
+LOG_LINES: Final = Table(
+    name="log_lines",
+    grain="one row a statistics line that a server logged while the cell ran",
+    key=("cell_id", "line"),
+    columns=(
+        _RUN,
+        _ARM,
+        _CELL,
+        _count("line", "0-based within the cell"),
+        _text("text", "raw line"),
+    ),
+)
+
 SCRAPES: Final = Table(
     name="scrapes",
-    grain="one row a scrape of a server's /metrics",
+    grain="one row a scrape of a server's /metrics; 0 and 1 idle, before the first measured request "
+    "and after the warm-up, the last two idle after the last",
     key=("cell_id", "scrape"),
     columns=(
         _RUN,
@@ -327,6 +372,8 @@ TABLES: Final[dict[str, Table]] = {
         POSITIONS,
         TOKENS,
         SPLITS,
+        ACCEPTANCE,
+        LOG_LINES,
         SCRAPES,
         TELEMETRY,
     )

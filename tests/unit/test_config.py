@@ -70,6 +70,12 @@ def test_good_plan_with_its_defaults(tmp_path: Path) -> None:
             "args": {},
             "device": "auto",
             "num_threads": None,
+            "python": None,
+            "env": {},
+            "port": None,
+            "devices": None,
+            "start_timeout_s": 1800.0,
+            "api_key_env": "SPECNB_API_KEY",
         },
         "arms": [
             {"name": "baseline", "speculative": None, "url": None, "args": {}},
@@ -93,8 +99,10 @@ def test_good_plan_with_its_defaults(tmp_path: Path) -> None:
             "tiers": ["low", "medium", "high"],
             "lengths": ["short", "medium", "long"],
             "prompts_per_cell": 32,
+            "prompts_by_concurrency": [],
             "chat_template_kwargs": {},
             "max_tokens": {"short": None, "medium": None, "long": None, "unlabelled": None},
+            "nonce": False,
         },
         "sampling": [
             {
@@ -109,7 +117,16 @@ def test_good_plan_with_its_defaults(tmp_path: Path) -> None:
                 "repeats": None,
             }
         ],
-        "load": {"mode": "closed", "concurrency": [1, 2], "warmup_requests": 2},
+        "load": {
+            "mode": "closed",
+            "concurrency": [1, 2],
+            "request_rate": None,
+            "trace": None,
+            "warmup_requests": 2,
+            "stall_timeout_s": 120.0,
+            "request_timeout_s": None,
+            "cell_timeout_s": None,
+        },
         "repeats": 1,
         "order": "abba",
         "on_error": "continue",
@@ -401,7 +418,70 @@ VALUES = [
     (swapped("[1, 2]", "[5000]"), ":10: load.concurrency[0]: must be at most 4096, got 5000"),
     (swapped("[1, 2]", "4"), ":10: load.concurrency: must be a list, such as [1, 2], got 4"),
     (swapped("[1, 2]", "[2, 1, 2]"), ":10: load.concurrency[2]: 2 is given twice; keep one"),
-    (swapped("{concurrency", "{mode: open, concurrency"), ":10: load.mode: must be 'closed', got 'open'"),
+    (
+        swapped("{concurrency", "{mode: poisson, concurrency"),
+        ":10: load.mode: must be 'closed' or 'open', got 'poisson'",
+    ),
+    (
+        swapped("{concurrency", "{mode: open, request_rate: 0, concurrency"),
+        ":10: load.request_rate: must be above 0, got 0",
+    ),
+    (
+        swapped("{concurrency", "{mode: open, trace: 3, concurrency"),
+        ":10: load.trace: must be text, in quotes if need be, got 3",
+    ),
+    (
+        swapped("{concurrency", "{stall_timeout_s: 0, concurrency"),
+        ":10: load.stall_timeout_s: must be above 0, got 0",
+    ),
+    (
+        swapped("{concurrency", "{request_timeout_s: -1, concurrency"),
+        ":10: load.request_timeout_s: must be above 0, got -1",
+    ),
+    (
+        swapped("{concurrency", "{cell_timeout_s: 0, concurrency"),
+        ":10: load.cell_timeout_s: must be above 0, got 0",
+    ),
+    (
+        swapped("{kind: simulated}", "{kind: simulated, python: 3}"),
+        ":3: engine.python: must be text, in quotes if need be, got 3",
+    ),
+    (
+        swapped("{kind: simulated}", "{kind: simulated, env: {A: 1}}"),
+        ":3: engine.env.A: must be text, in quotes if need be, got 1",
+    ),
+    (
+        swapped("{kind: simulated}", "{kind: simulated, port: 70000}"),
+        ":3: engine.port: must be at most 65535, got 70000",
+    ),
+    (
+        swapped("{kind: simulated}", "{kind: simulated, devices: 0}"),
+        ":3: engine.devices: must be text, in quotes if need be, got 0",
+    ),
+    (
+        swapped("{kind: simulated}", "{kind: simulated, start_timeout_s: 0}"),
+        ":3: engine.start_timeout_s: must be above 0, got 0",
+    ),
+    (
+        swapped("{kind: simulated}", "{kind: simulated, api_key_env: 'A B'}"),
+        f":3: engine.api_key_env: {NAME_RULE}, got 'A B'",
+    ),
+    (
+        swapped("set: builtin-en", "set: builtin-en, nonce: 3"),
+        ":7: workload.nonce: must be true or false, got 3",
+    ),
+    (
+        swapped(
+            "set: builtin-en", "set: builtin-en, prompts_by_concurrency: [{from_concurrency: 0, prompts: 1}]"
+        ),
+        ":7: workload.prompts_by_concurrency[0].from_concurrency: must be at least 1, got 0",
+    ),
+    (
+        swapped(
+            "set: builtin-en", "set: builtin-en, prompts_by_concurrency: [{from_concurrency: 1, prompts: 0}]"
+        ),
+        ":7: workload.prompts_by_concurrency[0].prompts: must be at least 1, got 0",
+    ),
     (
         swapped("{concurrency", "{warmup_requests: -1, concurrency"),
         ":10: load.warmup_requests: must be at least 0, got -1",
@@ -898,3 +978,53 @@ def test_the_demos_plan_is_valid() -> None:
 )
 def test_every_plan_in_the_repository_is_valid(path: Path) -> None:
     assert plan_cells(read_plan(path))
+
+
+def test_a_plan_of_the_first_version_keeps_its_digest() -> None:
+    run = Path(__file__).parents[2] / "data" / "samples" / "demo" / "manifest.json"
+    manifest = json.loads(run.read_text(encoding="utf-8"))
+    assert "python" not in manifest["plan"]["engine"]
+    assert plan_from_dict(manifest["plan"]).sha256 == manifest["plan_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ({"mode": "open", "concurrency": [4]}, "open needs request_rate or trace, found neither; give one"),
+        (
+            {"mode": "open", "concurrency": [4], "request_rate": 2.0, "trace": "t"},
+            "open needs request_rate or trace, found both; give one",
+        ),
+        (
+            {"concurrency": [4], "request_rate": 2.0},
+            "a closed loop sends when a slot is free; say mode: open",
+        ),
+        ({"mode": "open", "concurrency": [4], "request_rate": 2.0}, "only servers take an open loop"),
+    ],
+)
+def test_open_and_closed_loops_are_kept_apart(load: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_from_dict(good() | {"load": load})
+
+
+def test_number_of_prompts_by_concurrency() -> None:
+    content = good()
+    content["workload"]["prompts_by_concurrency"] = [
+        {"from_concurrency": 2, "prompts": 8},
+        {"from_concurrency": 16, "prompts": 64},
+    ]
+    workload = plan_from_dict(content).workload
+    assert [workload.num_prompts(concurrency) for concurrency in (1, 2, 15, 16, 64)] == [32, 8, 8, 64, 64]
+    content["workload"]["prompts_by_concurrency"].reverse()
+    with pytest.raises(PlanError, match="from_concurrency 16, 2 must rise; sort them"):
+        plan_from_dict(content)
+
+
+def test_a_launched_server_serves_its_arm_and_repeat_in_one_go() -> None:
+    content = good() | {"repeats": 2}
+    content["engine"] = {"kind": "vllm"}
+    order = [(cell.arm.name, cell.repeat) for cell in plan_cells(plan_from_dict(content))]
+    starts = [now for now, before in zip(order, [None, *order], strict=False) if now != before]
+    assert starts == [("baseline", 0), ("a", 0), ("a", 1), ("baseline", 1)]
+    cells = plan_cells(plan_from_dict(content))
+    assert len({cell.cell_id for cell in cells}) == len(cells)

@@ -45,7 +45,18 @@ ORDER = (
     "report",
     "cli",
 )
-ANALYSIS = ("prometheus", "stats", "acceptance", "reconciliation", "latency", "equivalence", "verdicts", "checks", "theme", "charts")
+ANALYSIS = (
+    "prometheus",
+    "stats",
+    "acceptance",
+    "reconciliation",
+    "latency",
+    "equivalence",
+    "verdicts",
+    "checks",
+    "theme",
+    "charts",
+)
 MEASURING = ("workloads", "drafters", "demo", "engines", "runner", "doctor")
 HEAVY = ("torch", "transformers", "vllm")
 MAY_IMPORT_HEAVY = ("engines", "drafters", "demo", "training")

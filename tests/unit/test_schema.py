@@ -144,6 +144,26 @@ DECLARED: dict[str, tuple[tuple[str, ...], dict[str, tuple[object, ...]]]] = {
             "margin_fp64_nats": (REAL, None, None, None, NULL),
         },
     ),
+    "acceptance": (
+        ("request_id",),
+        {
+            "run_id": (TEXT,),
+            "arm": (TEXT,),
+            "cell_id": (TEXT,),
+            "request_id": (TEXT,),
+            "prompt_id": (TEXT,),
+            "source": (TEXT, None, None, ("vllm", "sglang", "llamacpp")),
+            "num_drafts": (INT, 0, None, None, NULL),
+            "num_draft_tokens": (INT, 0, None, None, NULL),
+            "num_accepted_tokens": (INT, 0, None, None, NULL),
+            "num_speculative_tokens": (INT, 1, None, None, NULL),
+            "acceptance_histogram": (pl.List(pl.Int64()), None, None, None, NULL),
+        },
+    ),
+    "log_lines": (
+        ("cell_id", "line"),
+        {"run_id": (TEXT,), "arm": (TEXT,), "cell_id": (TEXT,), "line": (INT, 0), "text": (TEXT,)},
+    ),
     "scrapes": (
         ("cell_id", "scrape"),
         {
