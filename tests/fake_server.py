@@ -25,6 +25,7 @@ import gc
 import heapq
 import http.client
 import json
+import math
 import os
 import select
 import socket
@@ -122,9 +123,13 @@ def accepted_per_step(behaviour: Behaviour, tokens: tuple[int, ...]) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One send: its offset, the bytes around the id, the tokens in it, and what follows it."""
+    """One send: its offset, the bytes around the id, the tokens in it, and what follows it.
 
-    at_s: float
+    `at` is an offset in seconds (float) or the number of the chunk (int) whose offset it shares, so that
+    requests which differ in their timing alone share their prepared bytes.
+    """
+
+    at: float | int
     pieces: tuple[bytes, ...]
     num_tokens: int = 0
     action: str | None = None
@@ -251,17 +256,14 @@ class _Writer:
         return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": finish, **more}
 
 
-def _events(behaviour: Behaviour, asked: _Asked) -> list[tuple[float, bytes, int, str | None]]:
-    """(offset, bytes, tokens, action) of each send of a stream, without HTTP framing."""
+def _events(behaviour: Behaviour, asked: _Asked) -> list[tuple[float | int, bytes, int, str | None]]:
+    """(at, bytes, tokens, action) of each send of a stream, without HTTP framing."""
     writer = _Writer(behaviour, asked)
     tokens = chunk_tokens(behaviour, asked.max_tokens)
-    offsets = behaviour.send_at_s or tuple(
-        behaviour.prefill_s + i * behaviour.gap_s for i in range(len(tokens))
-    )
     show_usage = behaviour.usage == "always" or (behaviour.usage == "asked" and asked.usage)
     show_ids = behaviour.token_ids == "always" or (behaviour.token_ids == "asked" and asked.token_ids)
     fail_at = len(tokens) // 2 if behaviour.fail_at is None else behaviour.fail_at
-    sends: list[tuple[float, bytes, int, str | None]] = []
+    sends: list[tuple[float | int, bytes, int, str | None]] = []
     if asked.chat and behaviour.role_s is not None:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         sends.append((behaviour.role_s, writer.event(writer.chunk(choice)), 0, None))
@@ -275,13 +277,13 @@ def _events(behaviour: Behaviour, asked: _Asked) -> list[tuple[float, bytes, int
                     "error": {"message": "the engine failed", "type": "InternalServerError", "code": 500}
                 }
                 done = writer.event("[DONE]", last=True)
-                return [*sends, (offsets[i], writer.event(json.dumps(error)) + done, 0, "end")]
+                return [*sends, (i, writer.event(json.dumps(error)) + done, 0, "end")]
             if behaviour.fail == "bad_json":
-                sends.append((offsets[i], writer.event('{"choices": [{"delta": {"content":'), 0, None))
+                sends.append((i, writer.event('{"choices": [{"delta": {"content":'), 0, None))
             elif behaviour.fail == "cut_clean":
-                return [*sends, (offsets[i], b"", 0, "end")]
+                return [*sends, (i, b"", 0, "end")]
             else:
-                return [*sends, (offsets[i], b"", 0, behaviour.fail)]
+                return [*sends, (i, b"", 0, behaviour.fail)]
         last = i == len(tokens) - 1
         finish = behaviour.finish_reason if last and behaviour.finish_s is None else None
         reasoning = asked.chat and i < behaviour.num_reasoning_chunks
@@ -300,11 +302,11 @@ def _events(behaviour: Behaviour, asked: _Asked) -> list[tuple[float, bytes, int
             finish=finish,
             **more,
         )
-        sends.append((offsets[i], writer.event(writer.chunk(choice, **top)), number, None))
-    end_s = offsets[-1] if tokens else behaviour.prefill_s
+        sends.append((i, writer.event(writer.chunk(choice, **top)), number, None))
+    end_at: float | int = max(len(tokens) - 1, 0)
     tail = b""
     if behaviour.finish_s is not None or not tokens:
-        end_s = behaviour.finish_s if behaviour.finish_s is not None else end_s
+        end_at = end_at if behaviour.finish_s is None else behaviour.finish_s
         tail += writer.event(
             writer.chunk(writer.choice(None, "content", finish=behaviour.finish_reason)),
             last=not show_usage and not behaviour.done,
@@ -315,7 +317,7 @@ def _events(behaviour: Behaviour, asked: _Asked) -> list[tuple[float, bytes, int
         tail += writer.event(payload, last=not behaviour.done)
     if behaviour.done:
         tail += writer.event("[DONE]", last=True)
-    return [*sends, (end_s, tail, 0, "end")]
+    return [*sends, (end_at, tail, 0, "end")]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -325,14 +327,14 @@ def _stream_steps(behaviour: Behaviour, asked: _Asked) -> tuple[_Step, ...]:
     sends = _events(behaviour, asked)
     length = sum(len(data) + data.count(_ID) * (16 - len(_ID)) for _, data, _, _ in sends)
     steps = [_Step(0.0, (writer.head(length),))]
-    for at_s, data, tokens, action in sends:
+    for at, data, tokens, action in sends:
         framed = writer.frame(data)
         if action == "end":
             if behaviour.framing == "chunked":
                 framed += b"0\r\n\r\n"
             elif behaviour.framing == "close":
                 action = "close"
-        steps.append(_Step(at_s, tuple(framed.split(_ID)), tokens, action))
+        steps.append(_Step(at, tuple(framed.split(_ID)), tokens, action))
     return tuple(steps)
 
 
@@ -375,8 +377,7 @@ def _plain_steps(behaviour: Behaviour, asked: _Asked) -> tuple[_Step, ...]:
         choice["text"] = text
     usage = _usage(behaviour, sum(tokens))
     body = writer.chunk(choice, usage=usage, **_acceptance(behaviour, tokens)).replace(_ID.decode(), "0" * 16)
-    at_s = behaviour.prefill_s + behaviour.gap_s * max(len(tokens) - 1, 0)
-    return (_Step(at_s, (_response(200, body.encode()),), sum(tokens), "end"),)
+    return (_Step(max(len(tokens) - 1, 0), (_response(200, body.encode()),), sum(tokens), "end"),)
 
 
 _WHOLE: Final = ("silent", "refuse", "garbage", "garbage_html", "garbage_body")
@@ -528,6 +529,15 @@ class _Stream:
         self.ident = b"%016x" % record["index"]
         self.next = 0
         self.engine = (0, 0)
+
+    def offset_s(self, step: _Step) -> float:
+        """When this step is due, in seconds after the request arrived."""
+        if isinstance(step.at, float):
+            return step.at
+        explicit = self.behaviour.send_at_s
+        if explicit is not None:
+            return explicit[min(step.at, len(explicit) - 1)]
+        return self.behaviour.prefill_s + step.at * self.behaviour.gap_s
 
 
 class _Server:
@@ -719,7 +729,8 @@ class _Server:
         )
         fail = behaviour.fail or ""
         whole = not asked.stream or fail in _WHOLE or fail.startswith("http_")
-        steps = (_plain_steps if whole else _stream_steps)(behaviour, asked)
+        timeless = dataclasses.replace(behaviour, prefill_s=0.0, gap_s=0.0, send_at_s=None, align_s=0.0)
+        steps = (_plain_steps if whole else _stream_steps)(timeless, asked)
         stream = _Stream(connection, steps, behaviour, record)
         stream.engine = (index % settings.workers, index % settings.engines)
         self.counters.add(
@@ -730,7 +741,7 @@ class _Server:
         )
         connection.stream = stream
         self.running += 1
-        self._send_due(stream)
+        self._file(stream)
 
     def _reply(
         self, connection: _Connection, status: int, body: bytes, kind: str = "application/json"
@@ -753,13 +764,17 @@ class _Server:
             if step.action is not None:
                 self._act(stream, step.action)
                 return
-            following = stream.steps[stream.next].at_s
-            if following > step.at_s:
-                break
-        due = stream.start_s + following
+            if stream.offset_s(stream.steps[stream.next]) > stream.offset_s(step):
+                self._file(stream)
+                return
+
+    def _file(self, stream: _Stream) -> None:
+        """Puts the stream's next step on the heap."""
+        offset_s = stream.offset_s(stream.steps[stream.next])
+        due = stream.start_s + offset_s
         align = stream.behaviour.align_s
-        if align:
-            due = -(-due // align) * align
+        if align and offset_s:
+            due = math.ceil(due / align) * align
         self.order += 1
         heapq.heappush(self.due, (due, self.order, stream))
 
