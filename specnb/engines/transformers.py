@@ -148,6 +148,10 @@ class TransformersEngine:
         """
         return _CellRun(self, cell, context).run(requests)
 
+    def cell_facts(self) -> dict[str, Any]:
+        """Nothing beyond the tables."""
+        return {}
+
     @torch.inference_mode()
     def judge_splits(
         self, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]

@@ -645,7 +645,7 @@ def test_decomposition_without_step_times_has_a_reason():
     requests, steps, _ = decomposed()
     row = latency.decomposition(run_of(requests, steps, []), baseline="base").row(0, named=True)
     assert (row["predicted_speedup"], row["residual"], row["cycle_s"]) == (None, None, None)
-    assert row["reason"] == "no engine step times"
+    assert row["reason"] == "no step times"
     assert row["decode_speedup"] == pytest.approx((1.1 / 7) / (1.0 / 6))
 
 
