@@ -83,7 +83,13 @@ OWNED_OPTIONS: Final[dict[str, str]] = {
     "host": "launched servers listen on the loopback address only",
     "port": "engine.port sets it",
     "api_key": "it would stand in the process list; a launched server needs none",
+    "hf_token": "it would stand in the process list; set HF_TOKEN in the environment",
     "speculative_config": "an arm's 'speculative' holds it",
+    "config": "its options would be missing from the plan; write them into engine.args",
+    "uds": "launched servers are reached by TCP",
+    "headless": "a server without an address can't be measured",
+    "ssl_keyfile": "launched servers speak plain HTTP on the loopback address",
+    "ssl_certfile": "launched servers speak plain HTTP on the loopback address",
 }
 """vLLM options that other keys of the plan, or specnb, decide; with the reason."""
 
