@@ -365,8 +365,8 @@ class VllmServer:
             pid, port, model (served name), version, start_s (launch until ready), arguments (the
             command line from the module on, models as the plan names them), environment (what the plan
             sets; values of names that look like keys are hidden), devices, settings
-            (`vllm_log.effective_settings`), kv_cache_tokens, max_concurrency and max_model_len (None where unknown), log (file name),
-            gpu_memory_before_bytes by card.
+            (`vllm_log.effective_settings`), kv_cache_tokens, max_concurrency and max_model_len (None
+            where unknown), log (file name), gpu_memory_before_bytes by card.
         """
         return {
             "pid": self.pid,
@@ -511,7 +511,7 @@ class VllmServer:
 
     def _say_last_lines(self, on_message: Callable[[str], None]) -> None:
         for line in last_lines(self.log_since(0), 5):
-            on_message(f"{self.arm.name}: {_without_home(line)}")
+            on_message(_without_home(line))
 
     @property
     def _log_name(self) -> str:
