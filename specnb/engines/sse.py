@@ -1,0 +1,155 @@
+"""Framing of streamed HTTP answers: chunked transfer coding and server-sent events, fed piece by piece.
+
+Bytes in, payloads out; knows no JSON, times or sockets. Separate because framing is where clients lose
+or invent tokens: pieces may be split anywhere, inside a UTF-8 sequence, a line end or a chunk size.
+Sources: RFC 9112 section 7.1 (chunked); WHATWG HTML, section 9.2 (event streams).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_LINE_BYTES: Final = 1024  # of a chunk-size or trailer line
+
+
+class FramingError(Exception):
+    """The bytes are not what the framing says; the message is one line."""
+
+
+class Dechunker:
+    """Undoes HTTP's chunked transfer coding.
+
+    `complete` is true once the last chunk and its trailers were read; `clean` is true between two chunks,
+    when nothing is held back.
+    """
+
+    __slots__ = ("_after", "_held", "_left", "_trailers", "clean", "complete")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._left = 0
+        self._after = False
+        self._trailers = False
+        self.clean = True
+        self.complete = False
+
+    def feed(self, data: bytes) -> bytes:
+        """The body's bytes in this piece.
+
+        Raises
+        ------
+        FramingError
+            A chunk size is not hexadecimal, or a chunk is longer than its size.
+        """
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        parts: list[bytes] = []
+        at, size = 0, len(data)
+        while at < size and not self.complete:
+            if self._left:
+                part = data[at : at + self._left]
+                parts.append(part)
+                at += len(part)
+                self._left -= len(part)
+                self._after = self._left == 0
+                continue
+            if self._after:
+                if size - at < 2:
+                    break
+                if data[at : at + 2] != b"\r\n":
+                    raise FramingError(f"a chunk is longer than its size: {data[at : at + 20]!r}")
+                at += 2
+                self._after = False
+                continue
+            end = data.find(b"\r\n", at)
+            if end < 0:
+                if size - at > MAX_LINE_BYTES:
+                    raise FramingError(f"no chunk size in {data[at : at + 20]!r}")
+                break
+            line = data[at:end]
+            at = end + 2
+            if self._trailers:
+                self.complete = not line
+            else:
+                self._left = _chunk_size(line)
+                self._trailers = self._left == 0
+        self._held = data[at:]
+        self.clean = not (self._held or self._left or self._after or self._trailers)
+        return b"".join(parts)
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.split(b";", 1)[0].strip()
+    if not digits or len(digits) > 15 or digits.strip(b"0123456789abcdefABCDEF"):
+        raise FramingError(f"{line[:20]!r} is not a chunk size")
+    return int(digits, 16)
+
+
+class EventDecoder:
+    """Splits an event stream into events.
+
+    Line ends may be LF, CRLF or CR; comments and unknown fields are dropped, several data lines are joined
+    by LF, and one space after the colon is optional. `clean` is true between two events.
+    """
+
+    __slots__ = ("_held", "_skip_newline", "_started", "clean")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._skip_newline = False
+        self._started = False
+        self.clean = True
+
+    def feed(self, body: bytes) -> list[tuple[bytes, bytes]]:
+        """Events that end in this piece, as (name, data); the name is empty unless the event has one.
+
+        A field called `error`, which llama.cpp's server once used, comes as an event of that name.
+        """
+        if not body:
+            return []
+        if self._skip_newline and body[:1] == b"\n":
+            body = body[1:]
+        self._skip_newline = body[-1:] == b"\r"
+        if b"\r" in body:
+            body = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        body = self._held + body
+        if not self._started:
+            if len(body) < 3 and b"\xef\xbb\xbf".startswith(body):
+                self._held = body
+                self.clean = False
+                return []
+            body = body.removeprefix(b"\xef\xbb\xbf")
+            self._started = True
+        *blocks, self._held = body.split(b"\n\n")
+        # A third newline in a row is an empty line of its own, not the start of an event.
+        if blocks or self._held[:1] == b"\n":
+            self._held = self._held.lstrip(b"\n")
+        self.clean = not self._held
+        return [event for event in map(_event, blocks) if event is not None]
+
+    def close(self) -> list[tuple[bytes, bytes]]:
+        """The event that the stream's end cut off from its blank line, if it has data."""
+        event = _event(self._held)
+        self._held = b""
+        self.clean = True
+        return [] if event is None else [event]
+
+
+def _event(block: bytes) -> tuple[bytes, bytes] | None:
+    name = b""
+    data: list[bytes] = []
+    for line in block.split(b"\n"):
+        field, colon, value = line.partition(b":")
+        if not field:
+            continue
+        if colon and value[:1] == b" ":
+            value = value[1:]
+        if field == b"data":
+            data.append(value)
+        elif field == b"event":
+            name = value.strip()
+        elif field == b"error":
+            name = b"error"
+            data.append(value)
+    return (name, b"\n".join(data)) if data else None
