@@ -1,0 +1,872 @@
+"""Acceptance from several sources of one run, set beside each other, and which of them is believed.
+
+A server tells about acceptance four times: in its responses, in its counters, in its log and, to a client
+that knows the tokens of each chunk, in its stream. Each has its own blind spot (warm-up, other
+people's requests, restarts, intervals, merged chunks), so agreement is evidence and disagreement a
+finding. Reads run directories; imports no engine. Separate from `acceptance`, which
+holds the definitions, and from `prometheus`, which knows no run.
+
+Sources ------- `engine`: the in-process engine's steps, exact. `response`: the acceptance fields of answered
+requests (`acceptance` table, else the steps of these requests). `counters`: differences of /metrics over the
+cell. `log`: statistics lines. `chunks`: tokens a chunk after the first, one chunk taken for one target step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import polars as pl
+
+from specnb.acceptance import TRUNCATION_TOLERANCE, AcceptanceCounts, committed_acceptance_length
+from specnb.config import Arm, Plan
+from specnb.errors import RecordError
+from specnb.prometheus import INACTIVE, Window, parse, spec_log_lines
+from specnb.records import Run
+
+SOURCES: Final = ("engine", "response", "counters", "log", "chunks")
+IN_PROCESS: Final = ("transformers", "simulated")
+TOKEN_TOLERANCE: Final = 0.01
+LOG_TOLERANCE: Final = 0.05
+LOG_COVERAGE: Final = (0.5, 1.5)
+
+WHY: Final = {
+    "engine": "the in-process engine recorded every step",
+    "response": "response fields of every answered request: no warm-up and no other traffic in them",
+    "counters": "the server's counters over each cell",
+    "log": "the server's log lines, whose intervals do not begin and end with the cells",
+    "chunks": "an estimate from the tokens a chunk",
+}
+_CELL: Final = ("cell_id", "arm", "entropy_tier", "concurrency", "sampling", "repeat")
+_CELL_SCHEMA: Final = {
+    "cell_id": pl.String(),
+    "arm": pl.String(),
+    "entropy_tier": pl.String(),
+    "concurrency": pl.Int64(),
+    "sampling": pl.String(),
+    "repeat": pl.Int64(),
+}
+_RECONCILIATION_SCHEMA: Final = pl.Schema(
+    {
+        **_CELL_SCHEMA,
+        "source": pl.String(),
+        "num_requests": pl.Int64(),
+        "num_failed": pl.Int64(),
+        "num_drafts": pl.Int64(),
+        "num_draft_tokens": pl.Int64(),
+        "num_accepted_tokens": pl.Int64(),
+        "mean_acceptance_length": pl.Float64(),
+        "committed_acceptance_length": pl.Float64(),
+        "usable": pl.Boolean(),
+        "headline": pl.Boolean(),
+        "agrees": pl.Boolean(),
+        "reason": pl.String(),
+    }
+)
+_TRUNCATION_SCHEMA: Final = pl.Schema(
+    {
+        **_CELL_SCHEMA,
+        "num_requests": pl.Int64(),
+        "num_output_tokens": pl.Int64(),
+        "num_drafts": pl.Int64(),
+        "num_accepted_tokens": pl.Int64(),
+        "min_truncated_tokens": pl.Int64(),
+        "min_steps_without_draft": pl.Int64(),
+        "verifier_acceptance_length": pl.Float64(),
+        "committed_low": pl.Float64(),
+        "committed_high": pl.Float64(),
+        "differs": pl.Boolean(),
+        "holds": pl.Boolean(),
+        "worst_request_id": pl.String(),
+        "reason": pl.String(),
+    }
+)
+
+
+class HeadlineSource(NamedTuple):
+    """The source that an arm's acceptance is quoted from (None: there is none), and why."""
+
+    source: str | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    """What one source says about one cell; `usable` means complete and free of known faults."""
+
+    drafts: int | None = None
+    draft_tokens: int | None = None
+    accepted: int | None = None
+    committed: float | None = None
+    usable: bool = False
+    reason: str | None = None
+
+    @property
+    def length(self) -> float | None:
+        return 1 + self.accepted / self.drafts if self.drafts and self.accepted is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CellFrames:
+    """One cell's rows of every table that a source needs."""
+
+    arm: Arm
+    cell: Mapping[str, Any]
+    requests: pl.DataFrame
+    acceptance: pl.DataFrame
+    steps: pl.DataFrame
+    chunks: pl.DataFrame
+    log: Sequence[str]
+    scrapes: Sequence[str]
+    plan: Plan
+
+    @property
+    def answered(self) -> pl.DataFrame:
+        return self.requests.filter(pl.col("status") == "ok")
+
+    @property
+    def longest(self) -> int:
+        return self.arm.speculative.num_speculative_tokens if self.arm.speculative else 0
+
+
+def reconcile(run: Run) -> pl.DataFrame:
+    """What every source says about the acceptance of every speculating cell, and whether they agree.
+
+    Parameters
+    ----------
+    run
+        A run of any engine; one that is not a server has the source `engine` alone.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: speculating cell x source. Columns: cell_id, arm, entropy_tier, concurrency, sampling,
+        repeat, source (`SOURCES`), num_requests (answered), num_failed, num_drafts, num_draft_tokens,
+        num_accepted_tokens (chunks: chunks after the first, null, their tokens - 1),
+        mean_acceptance_length (the verifier's, bonus token included; null without drafts, never 1),
+        committed_acceptance_length (what users got, see `truncation_table`; null where a source can't
+        say), usable (complete, nothing known against it), headline (`headline_source` of the arm),
+        agrees (with the headline's row of the cell; null for that row itself and where there is nothing
+        to compare), reason (why a number is null or not usable, or a remark).
+
+    Notes
+    -----
+    Agreement: counts and length within 1 % (length alone where requests failed); log lines within 5 % where
+    they cover half to one and a half of the cell; chunks within 2 % of the tokens a target step.
+    """
+    frames = _cell_frames(run)
+    rows = [row for cell in frames for row in _cell_rows(run, cell)]
+    table = pl.DataFrame(rows, schema=_RECONCILIATION_SCHEMA)
+    chosen = {arm.name: _chosen(table, arm.name).source for arm in run.plan.arms if arm.speculative}
+    expected = {cell.cell["cell_id"]: _tokens_per_step(cell) for cell in frames}
+    return pl.DataFrame(
+        [_compared(row, rows, chosen[row["arm"]], expected[row["cell_id"]]) for row in rows],
+        schema=_RECONCILIATION_SCHEMA,
+    )
+
+
+def headline_source(run: Run, arm: str) -> HeadlineSource:
+    """The source that an arm's acceptance is taken from, and why.
+
+    The first of `SOURCES` that is usable in every cell with an answered request; where none is, the one
+    that is usable in most. None if no source is usable anywhere; the reason then says what was missing.
+
+    Raises
+    ------
+    ValueError
+        The arm is not in the plan or does not speculate.
+    """
+    if arm not in {known.name for known in run.plan.arms if known.speculative}:
+        raise ValueError(f"arm '{arm}' does not speculate in this plan; it has no acceptance")
+    return _chosen(reconcile(run), arm)
+
+
+def acceptance_sources(run: Run) -> pl.DataFrame:
+    """Every source's acceptance pooled over the cells of a request class: the notebook's table.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: arm x sampling x source. Columns: the keys, headline, num_cells, num_usable_cells,
+        num_agreeing_cells, num_disagreeing_cells, num_requests, num_failed, num_drafts,
+        num_accepted_tokens, mean_acceptance_length (sum over sum of the usable cells that drafted),
+        num_inactive_cells (0 drafts: left out of the length, never counted as 1), reason (the first
+        cell's that has one).
+    """
+    keys = ["arm", "sampling", "source"]
+    usable, drafted = pl.col("usable"), pl.col("num_drafts") > 0
+    return (
+        reconcile(run)
+        .group_by(keys, maintain_order=True)
+        .agg(
+            pl.col("headline").first(),
+            pl.len().cast(pl.Int64).alias("num_cells"),
+            usable.sum().cast(pl.Int64).alias("num_usable_cells"),
+            pl.col("agrees").fill_null(False).sum().cast(pl.Int64).alias("num_agreeing_cells"),
+            (~pl.col("agrees")).fill_null(False).sum().cast(pl.Int64).alias("num_disagreeing_cells"),
+            pl.col("num_requests", "num_failed").sum(),
+            (usable & ~drafted).fill_null(False).sum().cast(pl.Int64).alias("num_inactive_cells"),
+            pl.col("num_drafts").filter(usable).sum(),
+            pl.col("num_accepted_tokens").filter(usable).sum(),
+            pl.col("reason").drop_nulls().first(),
+        )
+        .with_columns(
+            pl.when(pl.col("num_usable_cells") == 0)
+            .then(None)
+            .otherwise(pl.col("num_drafts", "num_accepted_tokens"))
+            .name.keep()
+        )
+        .with_columns(
+            pl.when(pl.col("num_drafts") > 0)
+            .then(1 + pl.col("num_accepted_tokens") / pl.col("num_drafts"))
+            .alias("mean_acceptance_length")
+        )
+        .select(*keys, "headline", pl.exclude(*keys, "headline", "reason"), "reason")
+    )
+
+
+def inactive_classes(run: Run) -> pl.DataFrame:
+    """Request classes (arm x sampling) of which no source saw a draft: verdicts on them are vacuous.
+
+    Returns
+    -------
+    pl.DataFrame
+        arm, sampling, active (False: some source counted 0 drafts and none counted any; null: no source
+        says anything), reason. Classes with drafts have no row.
+    """
+    rows: list[dict[str, Any]] = []
+    for (arm, sampling), group in reconcile(run).group_by("arm", "sampling", maintain_order=True):
+        # Chunks of one token each prove nothing; more than one token at a time needs drafts.
+        counted = group.filter((pl.col("source") != "chunks") & pl.col("num_drafts").is_not_null())
+        stream = group.filter((pl.col("source") == "chunks") & pl.col("usable"))
+        if (counted["num_drafts"] > 0).any() or (stream["num_accepted_tokens"] > 0).any():
+            continue
+        if counted.is_empty():
+            reason = next(iter(group["reason"].drop_nulls()), "no source")
+            rows.append({"arm": arm, "sampling": sampling, "active": None, "reason": f"unknown: {reason}"})
+        else:
+            requests = _total(group.unique("cell_id"), "num_requests")
+            reason = (
+                f"{INACTIVE}: 0 drafts in {requests} requests; what they ask for "
+                "(logprobs, penalties, min_p) may switch speculation off: ask without"
+            )
+            rows.append({"arm": arm, "sampling": sampling, "active": False, "reason": reason})
+    return pl.DataFrame(
+        rows,
+        schema={"arm": pl.String, "sampling": pl.String, "active": pl.Boolean, "reason": pl.String},
+    )
+
+
+def request_drafts(run: Run) -> pl.DataFrame:
+    """Drafts of every request as far as its own steps or response say.
+
+    Returns
+    -------
+    pl.DataFrame
+        request_id, num_drafts (null: unknown, not 0), source (`engine`, `response`, null).
+    """
+    in_process = run.plan.engine.kind in IN_PROCESS
+    steps = run.steps.group_by("request_id").agg(steps=(pl.col("num_draft_tokens") > 0).sum().cast(pl.Int64))
+    told = _filled(run.table("acceptance")).select("request_id", told="num_drafts")
+    joined = (
+        run.requests.select("request_id", "arm")
+        .join(steps, on="request_id", how="left", maintain_order="left")
+        .join(told, on="request_id", how="left", maintain_order="left")
+    )
+    if in_process:
+        joined = joined.with_columns(pl.col("steps").fill_null(0))
+    source = "engine" if in_process else "response"
+    drafts = pl.col("steps") if in_process else pl.coalesce("told", "steps")
+    return joined.select(
+        "request_id",
+        drafts.alias("num_drafts"),
+        pl.when(drafts.is_not_null()).then(pl.lit(source)).alias("source"),
+    )
+
+
+def truncation_table(run: Run) -> pl.DataFrame:
+    """The identity of output tokens and steps, request by request, pooled by cell.
+
+    output tokens = 1 (prefill) + sum over drafts of (accepted + 1) + steps without a draft - truncated ones.
+    A server reports output tokens, drafts and accepted tokens; the two other terms can only be bounded:
+    the last step alone is cut, by at most K tokens.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: speculating cell whose answered requests carry figures. Columns: the cell's keys,
+        num_requests, num_output_tokens, num_drafts, num_accepted_tokens, min_truncated_tokens and
+        min_steps_without_draft (smallest values that fit each request), verifier_acceptance_length (before
+        truncation), committed_high (what users got a step, if only steps that must be had no draft) and
+        committed_low (if as many as possible had none), differs (verifier above committed_high by more
+        than 2 %), holds (no request needs more than K truncated tokens), worst_request_id, reason.
+
+    References
+    ----------
+    vLLM counts acceptance before its stop check (`vllm/v1/core/sched/scheduler.py`, issue 56101).
+    """
+    rows = []
+    for cell in _cell_frames(run):
+        found = _with_figures(cell).filter(pl.col("num_output_tokens").is_not_null())
+        if found.is_empty():
+            continue
+        gap = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
+        found = found.with_columns(gap=gap).with_columns(
+            without=pl.max_horizontal(pl.col("gap"), 0), cut=pl.max_horizontal(-pl.col("gap"), 0)
+        )
+        drafts, accepted, tokens = (
+            _total(found, name) for name in ("num_drafts", "num_accepted_tokens", "num_output_tokens")
+        )
+        without = _total(found, "without")
+        # A request may lose up to K tokens at its end, each of which hides one more step without a draft.
+        most = int(found.select((pl.col("gap") + cell.longest).clip(0).sum()).item())
+        verifier = 1 + accepted / drafts if drafts else None
+        high = _committed(tokens - without, found.height, drafts)
+        low = _committed(max(tokens - most, found.height), found.height, drafts)
+        worst = found.sort("gap").row(0, named=True)
+        holds = worst["cut"] <= cell.longest
+        differs = verifier is not None and high is not None and verifier > (1 + TRUNCATION_TOLERANCE) * high
+        reason = None
+        if not holds:
+            reason = (
+                f"request {worst['request_id']}: {worst['num_output_tokens']} output tokens, "
+                f"1 + {worst['num_drafts']} drafts + {worst['num_accepted_tokens']} accepted need "
+                f"{worst['cut']} truncated tokens, more than K = {cell.longest}"
+            )
+        elif differs:
+            reason = (
+                f"the verifier's {verifier:.2f} counts tokens past a stop or limit: {high:.2f} were committed"
+            )
+        rows.append(
+            {
+                **{key: cell.cell[key] for key in _CELL},
+                "num_requests": found.height,
+                "num_output_tokens": tokens,
+                "num_drafts": drafts,
+                "num_accepted_tokens": accepted,
+                "min_truncated_tokens": _total(found, "cut"),
+                "min_steps_without_draft": without,
+                "verifier_acceptance_length": verifier,
+                "committed_low": low,
+                "committed_high": high,
+                "differs": differs,
+                "holds": holds,
+                "worst_request_id": worst["request_id"],
+                "reason": reason,
+            }
+        )
+    return pl.DataFrame(rows, schema=_TRUNCATION_SCHEMA)
+
+
+def server_tokens(run: Run) -> pl.DataFrame:
+    """Tokens that the server generated in each cell beside those that its requests hold.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: cell with scrapes. Columns: cell_id, arm, num_server_tokens (null: not counted, or reset),
+        num_client_tokens, num_uncertain_tokens (most that requests of unknown length may hold), agrees
+        (null where unknown), reason: begins with `foreign_traffic` (the server made more),
+        `lost_tokens` (it counted fewer), or says why there is no answer.
+    """
+    rows = []
+    for cell in _cell_frames(run, speculating=False):
+        if not cell.scrapes:
+            continue
+        agrees, reason, served, counted, slack = _server_and_client(cell)
+        rows.append(
+            {
+                "cell_id": cell.cell["cell_id"],
+                "arm": cell.arm.name,
+                "num_server_tokens": served,
+                "num_client_tokens": counted,
+                "num_uncertain_tokens": slack,
+                "agrees": agrees,
+                "reason": reason,
+            }
+        )
+    return pl.DataFrame(
+        rows,
+        schema={
+            "cell_id": pl.String,
+            "arm": pl.String,
+            "num_server_tokens": pl.Int64,
+            "num_client_tokens": pl.Int64,
+            "num_uncertain_tokens": pl.Int64,
+            "agrees": pl.Boolean,
+            "reason": pl.String,
+        },
+    )
+
+
+def cell_windows(run: Run) -> dict[str, Window]:
+    """The counter window of every cell with two scrapes or more, by cell id."""
+    found: dict[str, Window] = {}
+    if run.has("scrapes"):
+        table = run.table("scrapes").sort("cell_id", "scrape")
+        for (cell_id,), scrapes in table.group_by("cell_id", maintain_order=True):
+            if scrapes.height >= 2:
+                found[str(cell_id)] = Window.over([parse(body) for body in scrapes["body"]])
+    return found
+
+
+# Sources
+
+
+def _from_steps(cell: _CellFrames) -> _Figures:
+    if cell.answered.is_empty():
+        return _Figures(reason="no request was answered")
+    drafted = cell.steps.filter(pl.col("num_draft_tokens") > 0)
+    found = _checked(
+        cell,
+        drafts=drafted.height,
+        draft_tokens=_total(drafted, "num_draft_tokens"),
+        accepted=_total(drafted, "num_accepted_tokens"),
+        committed=_total(drafted, "num_emitted_tokens") / drafted.height if drafted.height else None,
+    )
+    return found
+
+
+def _from_response(cell: _CellFrames) -> _Figures:
+    answered = cell.answered
+    if answered.is_empty():
+        return _Figures(reason="no request was answered")
+    conflict = _histogram_conflict(cell.acceptance)
+    if conflict:
+        return _Figures(reason=conflict)
+    found = _with_figures(cell)
+    if found.is_empty():
+        return _Figures(
+            reason="no response carried acceptance figures (vLLM gives them with "
+            "--per-request-spec-decode-metrics)"
+        )
+    draft_tokens = None
+    if found["num_draft_tokens"].null_count() == 0:
+        draft_tokens = _total(found, "num_draft_tokens")
+    lengths = found.filter(pl.col("num_output_tokens").is_not_null())
+    committed = None
+    if lengths.height == found.height:
+        gap = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
+        without = int(lengths.select(gap.clip(0).sum()).item())
+        committed = _committed(
+            _total(lengths, "num_output_tokens") - without, lengths.height, _total(found, "num_drafts")
+        )
+    figures = _checked(
+        cell,
+        drafts=_total(found, "num_drafts"),
+        draft_tokens=draft_tokens,
+        accepted=_total(found, "num_accepted_tokens"),
+        committed=committed,
+    )
+    if found.height < answered.height:
+        return _marked(figures, f"only {found.height} of {answered.height} answers carry figures")
+    if figures.length and committed and figures.length > (1 + TRUNCATION_TOLERANCE) * committed:
+        note = f"verifier {figures.length:.2f}, committed {committed:.2f}: tokens past a stop or limit count"
+        return _noted(figures, note)
+    return figures
+
+
+def _from_counters(cell: _CellFrames) -> _Figures:
+    if len(cell.scrapes) < 2:
+        return _Figures(reason="no scrapes of /metrics before and after the cell")
+    window = Window.over([parse(body) for body in cell.scrapes])
+    try:
+        found = window.acceptance(cell.longest, model=_model(cell, window))
+    except RecordError as error:
+        return _Figures(reason=str(error))
+    if found.num_drafts is None or (found.reason is not None and found.num_drafts > 0):
+        return _Figures(reason=found.reason)
+    if found.num_drafts and found.num_accepted_tokens is None:
+        return _Figures(drafts=found.num_drafts, reason="the server does not count accepted tokens")
+    figures = _checked(
+        cell,
+        drafts=found.num_drafts,
+        draft_tokens=found.num_draft_tokens,
+        accepted=found.num_accepted_tokens,
+        positions=found.accepted_per_position,
+        inactive=found.reason,
+    )
+    agrees, reason, *_ = _server_and_client(cell)
+    if agrees is False:
+        return _marked(figures, reason or "")
+    if window.idle_change and agrees is None:
+        return _marked(figures, window.idle_change)
+    remarks = [*found.flags]
+    if found.by_engine:
+        lengths = ", ".join(
+            f"{name}: "
+            + ("none" if counts.mean_acceptance_length is None else f"{counts.mean_acceptance_length:.2f}")
+            for name, counts in found.by_engine.items()
+        )
+        remarks.append(f"{len(found.by_engine)} engines, lengths {lengths}")
+    if window.idle_change:
+        remarks.append(window.idle_change)
+    return _noted(figures, "; ".join(remarks)) if remarks else figures
+
+
+def _from_log(cell: _CellFrames) -> _Figures:
+    lines = spec_log_lines("\n".join(cell.log))
+    if not lines:
+        return _Figures(reason="no SpecDecoding line was logged in the cell")
+    drafts = [line.num_drafts for line in lines]
+    accepted = sum(line.num_accepted_tokens for line in lines)
+    draft_tokens = sum(line.num_draft_tokens for line in lines)
+    if any(count is None for count in drafts):
+        return _Figures(
+            draft_tokens=draft_tokens, accepted=accepted, reason="a line's count of drafts can't be recovered"
+        )
+    figures = _checked(
+        cell,
+        drafts=sum(count for count in drafts if count is not None),
+        draft_tokens=draft_tokens,
+        accepted=accepted,
+    )
+    rough = "" if all(line.num_drafts_exact for line in lines) else "; drafts recovered from rounded lengths"
+    return _noted(figures, f"{len(lines)} lines of the server's own intervals{rough}")
+
+
+def _from_chunks(cell: _CellFrames) -> _Figures:
+    if cell.chunks.is_empty():
+        return _Figures(reason="no chunk of an answered request")
+    later = cell.chunks.filter(pl.col("chunk") > 0)
+    if later["num_tokens"].null_count():
+        return _Figures(reason="the tokens a chunk are not known")
+    if later.is_empty():
+        return _Figures(reason="every answer came in one chunk")
+    largest = int(later.select(pl.col("num_tokens").max()).item())
+    figures = _Figures(
+        drafts=later.height,
+        accepted=_total(later, "num_tokens") - later.height,
+        usable=True,
+        reason="estimate: each chunk after the first is taken for one target step",
+    )
+    if largest > cell.longest + 1:
+        return _marked(
+            figures, f"a chunk of {largest} tokens is more than one step of at most {cell.longest + 1}"
+        )
+    return figures
+
+
+_READERS: Final[Mapping[str, Callable[[_CellFrames], _Figures]]] = {
+    "engine": _from_steps,
+    "response": _from_response,
+    "counters": _from_counters,
+    "log": _from_log,
+    "chunks": _from_chunks,
+}
+
+
+# Parts
+
+
+def _checked(
+    cell: _CellFrames,
+    *,
+    drafts: int,
+    draft_tokens: int | None,
+    accepted: int | None,
+    positions: tuple[int, ...] | None = None,
+    committed: float | None = None,
+    inactive: str | None = None,
+) -> _Figures:
+    """Counts with every invariant of `AcceptanceCounts` checked; a broken one makes them unusable."""
+    figures = _Figures(
+        drafts=drafts, draft_tokens=draft_tokens, accepted=accepted, committed=committed, usable=True
+    )
+    if drafts == 0:
+        tokens = cell.answered["num_output_tokens"].sum()
+        reason = inactive or f"{INACTIVE}: 0 drafts while {tokens} tokens were generated"
+        return _noted(figures, reason)
+    try:
+        AcceptanceCounts(
+            num_drafts=drafts,
+            num_draft_tokens=draft_tokens,
+            num_accepted_tokens=accepted or 0,
+            num_speculative_tokens=cell.longest,
+            accepted_per_position=positions,
+        )
+    except RecordError as error:
+        return _marked(figures, str(error))
+    return figures
+
+
+def _marked(figures: _Figures, reason: str) -> _Figures:
+    return _Figures(
+        drafts=figures.drafts,
+        draft_tokens=figures.draft_tokens,
+        accepted=figures.accepted,
+        committed=figures.committed,
+        usable=False,
+        reason="; ".join(part for part in (reason, figures.reason) if part),
+    )
+
+
+def _noted(figures: _Figures, remark: str) -> _Figures:
+    marked = _marked(figures, remark)
+    return _Figures(
+        drafts=marked.drafts,
+        draft_tokens=marked.draft_tokens,
+        accepted=marked.accepted,
+        committed=marked.committed,
+        usable=figures.usable,
+        reason=marked.reason,
+    )
+
+
+def _total(frame: pl.DataFrame, column: str) -> int:
+    return int(frame[column].sum() or 0)
+
+
+def _committed(tokens: int, requests: int, drafts: int) -> float | None:
+    """Committed acceptance length; None too where outputs are shorter than their prefill tokens."""
+    if tokens < requests:
+        return None
+    return committed_acceptance_length(num_output_tokens=tokens, num_first_tokens=requests, num_drafts=drafts)
+
+
+def _filled(acceptance: pl.DataFrame) -> pl.DataFrame:
+    """Acceptance rows with the counts that their histogram gives where the fields are null."""
+    histogram = pl.col("acceptance_histogram")
+    weighted = pl.col("acceptance_histogram").list.eval(pl.element() * pl.int_range(pl.len())).list.sum()
+    return acceptance.with_columns(
+        pl.coalesce("num_drafts", histogram.list.sum()).alias("num_drafts"),
+        pl.coalesce("num_accepted_tokens", weighted).alias("num_accepted_tokens"),
+    )
+
+
+def _histogram_conflict(acceptance: pl.DataFrame) -> str | None:
+    """The first request whose histogram and fields contradict each other, as a line; None without one."""
+    cleared = acceptance.with_columns(
+        pl.lit(None, dtype=pl.Int64).alias(name) for name in ("num_drafts", "num_accepted_tokens")
+    )
+    both = acceptance.with_columns(
+        _filled(cleared)["num_drafts"].alias("__drafts"),
+        _filled(cleared)["num_accepted_tokens"].alias("__accepted"),
+    ).filter(
+        (pl.col("num_drafts") != pl.col("__drafts")) | (pl.col("num_accepted_tokens") != pl.col("__accepted"))
+    )
+    if both.is_empty():
+        return None
+    row = both.row(0, named=True)
+    return (
+        f"request {row['request_id']}: its histogram holds {row['__drafts']} drafts and {row['__accepted']} "
+        f"accepted, its fields {row['num_drafts']} and {row['num_accepted_tokens']}"
+    )
+
+
+def _with_figures(cell: _CellFrames) -> pl.DataFrame:
+    """Answered requests with drafts and accepted tokens, from their response fields, else their steps."""
+    told = _filled(cell.acceptance).select(
+        "request_id", "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+    )
+    if told.is_empty() and not cell.steps.is_empty():
+        told = (
+            cell.steps.filter(pl.col("num_draft_tokens") > 0)
+            .group_by("request_id", maintain_order=True)
+            .agg(
+                pl.len().cast(pl.Int64).alias("num_drafts"),
+                pl.col("num_draft_tokens", "num_accepted_tokens").sum(),
+            )
+        )
+    known = pl.col("num_drafts").is_not_null() & pl.col("num_accepted_tokens").is_not_null()
+    return (
+        cell.answered.select("request_id", "num_output_tokens")
+        .join(told, on="request_id", how="inner", maintain_order="left")
+        .filter(known)
+    )
+
+
+def _tokens_per_step(cell: _CellFrames) -> float | None:
+    """Output tokens after prefill / target steps, fewest steps that fit: what a chunk should hold."""
+    found = _with_figures(cell).filter(pl.col("num_output_tokens").is_not_null())
+    if found.is_empty():
+        return None
+    gap = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
+    steps = int(found.select((pl.col("num_drafts") + gap.clip(0)).sum()).item())
+    return (_total(found, "num_output_tokens") - found.height) / steps if steps else None
+
+
+def _server_and_client(cell: _CellFrames) -> tuple[bool | None, str | None, int | None, int, int]:
+    """Whether server and requests agree on tokens; why not; both counts; what is uncertain."""
+    sampling = next(known for known in cell.plan.sampling if known.name == cell.cell["sampling"])
+    caps = cell.plan.workload.max_tokens
+    counted = _total(cell.requests, "num_output_tokens")
+    slack = 0
+    for row in cell.requests.filter(
+        pl.col("sent_s").is_not_null() & ((pl.col("status") != "ok") | pl.col("num_output_tokens").is_null())
+    ).iter_rows(named=True):
+        cap = min(sampling.max_tokens, getattr(caps, row["length_tier"]) or sampling.max_tokens)
+        slack += max(0, cap - (row["num_output_tokens"] or 0))
+    if len(cell.scrapes) < 2:
+        return None, "a single scrape: nothing to subtract", None, counted, slack
+    window = Window.over([parse(body) for body in cell.scrapes])
+    served = window.generation_tokens
+    if served is None:
+        why = window.malformed or window.reset or "the server does not count generated tokens"
+        return None, why, None, counted, slack
+    said = f"the server generated {served} tokens, the requests hold {counted}"
+    if slack:
+        said += f" (and failed ones at most {slack} more)"
+    if served > (counted + slack) * (1 + TOKEN_TOLERANCE):
+        return False, f"foreign_traffic: {said}", served, counted, slack
+    if served < counted * (1 - TOKEN_TOLERANCE):
+        return False, f"lost_tokens: {said}: another server or process was asked", served, counted, slack
+    return True, None, served, counted, slack
+
+
+def _model(cell: _CellFrames, window: Window) -> str | None:
+    """The `model_name` to count where a body holds several: the plan's, or the one the server was given."""
+    models = window.after.models
+    facts = cell.cell.get("server") or {}
+    wanted = (cell.plan.target.model, facts.get("served_model_name"), facts.get("model"))
+    return next((name for name in wanted if name in models), None) if len(models) > 1 else None
+
+
+def _cell_frames(run: Run, *, speculating: bool = True) -> list[_CellFrames]:
+    """Rows of every cell, of speculating arms or of all, in measuring order."""
+    arms = {arm.name: arm for arm in run.plan.arms}
+    server = run.plan.engine.kind not in IN_PROCESS
+    tables = {
+        "requests": run.requests,
+        "steps": run.steps,
+        **{name: run.table(name) for name in ("acceptance", "log_lines", "scrapes")},
+    }
+    parts = {name: frame.partition_by("cell_id", as_dict=True) for name, frame in tables.items()}
+    answered = run.requests.filter(pl.col("status") == "ok").select("request_id", "cell_id")
+    chunks: dict[tuple[Any, ...], pl.DataFrame] = {}
+    if server:
+        joined = run.table("chunks").join(answered, on="request_id", how="inner", maintain_order="left")
+        chunks = joined.partition_by("cell_id", as_dict=True)
+    found = []
+    for cell in run.cells:
+        arm = arms[cell["arm"]]
+        if speculating and arm.speculative is None:
+            continue
+        own = {name: parts[name].get((cell["cell_id"],), tables[name].clear()) for name in tables}
+        found.append(
+            _CellFrames(
+                arm=arm,
+                cell=cell,
+                requests=own["requests"],
+                acceptance=own["acceptance"],
+                steps=own["steps"],
+                chunks=chunks.get((cell["cell_id"],), run.table("chunks").clear()),
+                log=own["log_lines"].sort("line")["text"].to_list(),
+                scrapes=own["scrapes"].sort("scrape")["body"].to_list(),
+                plan=run.plan,
+            )
+        )
+    return found
+
+
+def _cell_rows(run: Run, cell: _CellFrames) -> list[dict[str, Any]]:
+    in_process = run.plan.engine.kind in IN_PROCESS
+    rows = []
+    for source in SOURCES[:1] if in_process else SOURCES[1:]:
+        figures = _READERS[source](cell)
+        rows.append(
+            {
+                **{key: cell.cell[key] for key in _CELL},
+                "source": source,
+                "num_requests": cell.answered.height,
+                "num_failed": cell.requests.height - cell.answered.height,
+                "num_drafts": figures.drafts,
+                "num_draft_tokens": figures.draft_tokens,
+                "num_accepted_tokens": figures.accepted,
+                "mean_acceptance_length": figures.length,
+                "committed_acceptance_length": figures.committed,
+                "usable": figures.usable,
+                "headline": False,
+                "agrees": None,
+                "reason": figures.reason,
+            }
+        )
+    return rows
+
+
+def _chosen(table: pl.DataFrame, arm: str) -> HeadlineSource:
+    """`headline_source` from the rows of `reconcile`."""
+    rows = table.filter((pl.col("arm") == arm) & (pl.col("num_requests") > 0))
+    if rows.is_empty():
+        return HeadlineSource(None, "no request was answered")
+    cells = rows["cell_id"].n_unique()
+    counts = {
+        source: _total(rows.filter((pl.col("source") == source) & pl.col("usable")), "usable")
+        for source in SOURCES
+    }
+    best = max(SOURCES, key=lambda source: (counts[source], -SOURCES.index(source)))
+    if counts[best] == cells:
+        better = [source for source in SOURCES[: SOURCES.index(best)] if source in rows["source"].to_list()]
+        return HeadlineSource(best, "; ".join([WHY[best], *_faults(rows, better)]))
+    if counts[best]:
+        why = f"{WHY[best]}; usable in {counts[best]} of {cells} cells"
+        return HeadlineSource(best, "; ".join([why, *_faults(rows, [best])]))
+    return HeadlineSource(
+        None, "; ".join(_faults(rows, [s for s in SOURCES if s in rows["source"].to_list()]))
+    )
+
+
+def _faults(rows: pl.DataFrame, sources: Sequence[str]) -> list[str]:
+    """The first reason why each source is not usable, as `source: reason`."""
+    found = []
+    for source in sources:
+        bad = rows.filter((pl.col("source") == source) & ~pl.col("usable"))
+        if bad.height:
+            found.append(f"{source}: {bad['reason'][0]}")
+    return found
+
+
+def _compared(
+    row: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    chosen: str | None,
+    tokens_per_step: float | None,
+) -> dict[str, Any]:
+    """A row with `headline` and `agrees` filled in, and the disagreement told."""
+    if row["source"] == chosen:
+        return {**row, "headline": True}
+    reference = next(
+        (other for other in rows if other["cell_id"] == row["cell_id"] and other["source"] == chosen), None
+    )
+    if reference is None or not reference["usable"]:
+        return dict(row)
+    agrees, reason = _agreement(row, reference, tokens_per_step)
+    told = "; ".join(part for part in (reason, row["reason"]) if part)
+    return {**row, "agrees": agrees, "reason": told or None}
+
+
+def _agreement(
+    row: Mapping[str, Any], reference: Mapping[str, Any], tokens_per_step: float | None
+) -> tuple[bool | None, str | None]:
+    length, expected = row["mean_acceptance_length"], reference["mean_acceptance_length"]
+    name = reference["source"]
+    if row["source"] == "chunks":
+        expected = tokens_per_step if tokens_per_step is not None else expected
+        if length is None or expected is None:
+            return None, None
+        if abs(length - expected) <= TRUNCATION_TOLERANCE * expected:
+            return True, None
+        return False, f"{length:.3f} tokens a chunk, {expected:.3f} a step ({name})"
+    if row["num_drafts"] is not None and 0 in (row["num_drafts"], reference["num_drafts"]):
+        if row["num_drafts"] == reference["num_drafts"]:
+            return True, None
+        return False, f"{row['num_drafts']} drafts, {reference['num_drafts']} ({name})"
+    if length is None or expected is None or (row["source"] == "response" and not row["usable"]):
+        return None, None
+    tolerance = TOKEN_TOLERANCE
+    if row["source"] == "log":
+        coverage = row["num_drafts"] / reference["num_drafts"]
+        if not LOG_COVERAGE[0] <= coverage <= LOG_COVERAGE[1]:
+            return None, f"its intervals cover {coverage:.0%} of the cell's drafts"
+        tolerance = LOG_TOLERANCE
+    elif not row["num_failed"]:
+        for count in ("num_drafts", "num_accepted_tokens", "num_draft_tokens"):
+            mine, other = row[count], reference[count]
+            if None not in (mine, other) and abs(mine - other) > TOKEN_TOLERANCE * max(mine, other):
+                return False, f"{count} {mine}, {other} ({name})"
+    if abs(length - expected) > tolerance * expected:
+        return False, f"mean acceptance length {length:.3f}, {expected:.3f} ({name})"
+    if not row["usable"]:
+        return False, None
+    return True, None
