@@ -1,14 +1,17 @@
-"""Framing of streamed HTTP answers: chunked transfer coding and server-sent events, fed piece by piece.
+"""Framing of streamed HTTP answers: response heads, chunked transfer coding and server-sent events.
 
-Bytes in, payloads out; knows no JSON, times or sockets. Separate because framing is where clients lose
-or invent tokens: pieces may be split anywhere, inside a UTF-8 sequence, a line end or a chunk size.
-Sources: RFC 9112 section 7.1 (chunked); WHATWG HTML, section 9.2 (event streams).
+Bytes in, payloads out, fed piece by piece; knows no JSON, times or sockets. Separate because framing is
+where clients lose or invent tokens: pieces may be split anywhere, inside a UTF-8 sequence, a line end or a
+chunk size.
+Sources: RFC 9112 (heads; section 7.1, chunked); WHATWG HTML, section 9.2 (event streams).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
+MAX_HEAD_BYTES: Final = 65536
 MAX_LINE_BYTES: Final = 1024  # of a chunk-size or trailer line
 
 
@@ -153,3 +156,73 @@ def _event(block: bytes) -> tuple[bytes, bytes] | None:
             name = b"error"
             data.append(value)
     return (name, b"\n".join(data)) if data else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """A response's head: its length in bytes, and what it says of the body."""
+
+    size: int
+    status: int
+    chunked: bool
+    length: int | None
+    streamed: bool | None
+    persistent: bool
+
+
+def read_head(data: bytearray) -> ResponseHead | None:
+    """The head of a response, interim ones skipped; None if it is not all there yet.
+
+    Raises
+    ------
+    FramingError
+        It is not HTTP/1.
+    """
+    start = 0
+    while True:
+        opening = bytes(data[start : start + 7])
+        if opening != b"HTTP/1."[: len(opening)]:
+            raise FramingError(f"the answer is not HTTP/1: {bytes(data[start : start + 40])!r}")
+        end = data.find(b"\r\n\r\n", start)
+        if end < 0:
+            if len(data) - start > MAX_HEAD_BYTES:
+                raise FramingError("the answer's head is over 64 KiB long")
+            return None
+        first, *lines = data[start:end].decode("latin-1").split("\r\n")
+        version, _, rest = first.partition(" ")
+        code = rest[:3]
+        if len(code) != 3 or not code.isdecimal():
+            raise FramingError(f"the answer has no HTTP status: {first[:40]!r}")
+        if code[0] != "1":
+            break
+        start = end + 4
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip().lower()
+    status = int(code)
+    chunked = "chunked" in headers.get("transfer-encoding", "")
+    length: int | None = None
+    if status in (204, 304):
+        chunked, length = False, 0
+    elif not chunked and "content-length" in headers:
+        text = headers["content-length"]
+        if not text.isdecimal():
+            raise FramingError(f"the answer's content length is {text[:20]!r}")
+        length = int(text)
+    kind = headers.get("content-type", "")
+    streamed: bool | None = None
+    if not 200 <= status < 300 or "json" in kind:
+        streamed = False
+    elif "event-stream" in kind:
+        streamed = True
+    words = headers.get("connection", "")
+    persistent = "close" not in words and (version != "HTTP/1.0" or "keep-alive" in words)
+    return ResponseHead(
+        size=end + 4,
+        status=status,
+        chunked=chunked,
+        length=length,
+        streamed=streamed,
+        persistent=persistent and (chunked or length is not None),
+    )
