@@ -8,8 +8,7 @@ the readers, which stop at the first fault: here every fault is listed.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,13 +18,23 @@ import polars as pl
 from specnb import schema
 from specnb.equivalence import LOSSY_METHODS, degenerate_logprobs, not_comparable, speculating_arms
 from specnb.errors import RecordError, SpecnbError
+from specnb.prometheus import Scrape, Window, falling_counter, parse
 from specnb.provenance import file_sha256
+from specnb.reconciliation import (
+    IN_PROCESS,
+    TOKEN_TOLERANCE,
+    cell_windows,
+    client_limited_cells,
+    headline_source,
+    inactive_classes,
+    prefix_cache_table,
+    reconcile,
+    server_tokens,
+    truncation_table,
+)
 from specnb.records import Run, read_run
 
-IN_PROCESS: Final = ("transformers", "simulated")
 TIME_TOLERANCE_S: Final = 0.005
-TOKEN_TOLERANCE: Final = 0.01
-_SAMPLE: Final = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{[^}]*\})?\s+(\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +188,7 @@ def _acceptance_range(run: Run) -> str:
         },
         schema={"arm": pl.String, "limit": pl.Int64},
     )
+    _response_figures(run.table("acceptance").join(limits, on="arm", how="left", maintain_order="left"))
     steps = run.steps.join(limits, on="arm", how="left", maintain_order="left")
     _first(
         steps,
@@ -248,51 +258,68 @@ def _positions(run: Run) -> str:
     return "accepted positions add up to the steps' counts and do not rise"
 
 
-def _samples(body: str) -> Iterator[tuple[str, str, float]]:
-    """(metric, labels, value) of every sample in a Prometheus text."""
-    for line in body.splitlines():
-        found = None if line.startswith("#") else _SAMPLE.match(line)
-        if found:
-            yield found[1], found[2] or "", float(found[3])
+def _response_figures(rows: pl.DataFrame) -> None:
+    """Raises for the first response whose acceptance figures are out of range (`limit`: the arm's K)."""
+    place = "request {request_id}: its response says "
+    drafts, drafted, accepted = (
+        pl.col(name) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    said = (
+        "{num_accepted_tokens} accepted, {num_draft_tokens} drafted in {num_drafts} drafts of at most {limit}"
+    )
+    _first(
+        rows,
+        (accepted > drafted)
+        | (accepted > pl.col("limit") * drafts)
+        | (drafted > pl.col("limit") * drafts)
+        | (drafted < drafts),
+        place + said,
+    )
+    histogram = pl.col("acceptance_histogram")
+    _first(
+        rows.with_columns(held=histogram.list.sum(), longest=histogram.list.len().cast(pl.Int64) - 1),
+        (pl.col("held") != drafts) | (pl.col("longest") > pl.col("limit")),
+        place + "{num_drafts} drafts of at most {limit}, its histogram {held} of at most {longest}",
+    )
 
 
 def _counters(run: Run) -> str:
     if not run.has("scrapes"):
         return "no server counters"
-    scrapes = run.table("scrapes").sort("cell_id", "scrape")
-    last: dict[tuple[str, str, str], float] = {}
-    for cell_id, number, body in scrapes.select("cell_id", "scrape", "body").iter_rows():
-        for name, labels, value in _samples(body):
-            if not name.endswith("_total"):
-                continue
-            key = (cell_id, name, labels)
-            if value < last.get(key, value):
-                raise _Broken(
-                    f"{cell_id} scrape {number}: counter {name}{labels} falls from {last[key]:g} "
-                    f"to {value:g} (counter_reset: the server restarted, or several processes answer)"
-                )
-            last[key] = value
-    return f"{len(last)} counters never fall"
+    checked = 0
+    table = run.table("scrapes").sort("cell_id", "scrape")
+    for (cell_id,), rows in table.group_by("cell_id", maintain_order=True):
+        scrapes = [parse(body) for body in rows["body"]]
+        for number, scrape in zip(rows["scrape"], scrapes, strict=True):
+            if scrape.malformed:
+                raise _Broken(f"{cell_id} scrape {number}: {scrape.malformed}")
+        for number, before, after in zip(rows["scrape"][1:], scrapes, scrapes[1:], strict=False):
+            fallen = falling_counter(before, after)
+            if fallen is not None:
+                raise _Broken(f"{cell_id} scrape {number}: {_fall(fallen, scrapes)}")
+        window = Window.over(scrapes) if len(scrapes) > 1 else None
+        if window is not None and window.reset:
+            raise _Broken(f"{cell_id}: {window.reset}")
+        checked += sum(len(scrapes[-1].samples[name]) for name in scrapes[-1].monotonic)
+    return f"{checked} counters never fall"
+
+
+def _fall(fallen: tuple[str, float, float], scrapes: list[Scrape]) -> str:
+    name, high, low = fallen
+    return f"counter {name} falls from {high:g} to {low:g} ({Window.over(scrapes).reset})"
 
 
 def _server_tokens(run: Run) -> str:
     if not run.has("scrapes"):
         return "no server counters"
-    client = dict(run.requests.group_by("cell_id").agg(pl.col("num_output_tokens").sum()).iter_rows())
-    checked = 0
-    for (cell_id,), scrapes in run.table("scrapes").sort("scrape").group_by("cell_id", maintain_order=True):
-        ends = [
-            sum(value for name, _, value in _samples(body) if name == "vllm:generation_tokens_total")
-            for body in (scrapes["body"][0], scrapes["body"][-1])
-        ]
-        served, counted = ends[1] - ends[0], client.get(str(cell_id), 0)
-        if served and abs(served - counted) > TOKEN_TOLERANCE * max(served, counted):
-            raise _Broken(
-                f"{cell_id}: the server generated {served:g} tokens, the requests hold {counted}: "
-                "other traffic, aborted or lost requests"
-            )
-        checked += 1
-    return f"server and requests agree within {TOKEN_TOLERANCE:.0%} in {checked} cells"
+    table = server_tokens(run)
+    for cell_id, reason in table.filter(~pl.col("agrees")).select("cell_id", "reason").iter_rows():
+        kind, _, said = reason.partition(": ")
+        raise _Broken(f"{cell_id}: {said} ({kind})")
+    checked = table["agrees"].drop_nulls().len()
+    unknown = table.filter(pl.col("agrees").is_null())
+    rest = f"; unknown in {unknown.height}: {unknown['reason'][0]}" if unknown.height else ""
+    return f"server and requests agree within {TOKEN_TOLERANCE:.0%} in {checked} cells{rest}"
 
 
 def _chunk_times(run: Run) -> str:
@@ -346,6 +373,8 @@ def _drafts(run: Run) -> str:
         pl.col("num_draft_tokens") > 0,
         "request {request_id}: the baseline verified {num_draft_tokens} drafts",
     )
+    if run.plan.engine.kind not in IN_PROCESS:
+        return _server_drafts(run)
     for arm in speculating_arms(run.plan):
         own = steps.filter(pl.col("arm") == arm.name)
         settings = run.requests.filter(pl.col("arm") == arm.name, pl.col("status") == "ok")["sampling"]
@@ -357,6 +386,33 @@ def _drafts(run: Run) -> str:
                     f"speculation_inactive: {arm.name} verified no draft in {num_steps} steps under "
                     f"{sampling}; verdicts on those requests are vacuous"
                 )
+    return "every arm drafted under every sampling setting"
+
+
+def _server_drafts(run: Run) -> str:
+    """`_drafts` of servers, from whatever source counts drafts."""
+    windows = cell_windows(run)
+    for cell in run.cells:
+        window = windows.get(cell["cell_id"])
+        if cell["arm"] != run.plan.baseline.name or window is None:
+            continue
+        try:
+            found = window.acceptance(speculating=False)
+        except RecordError as error:
+            raise _Broken(f"{cell['cell_id']}: {error}") from error
+        if found.num_drafts:
+            raise _Broken(f"{cell['cell_id']}: the baseline's server verified {found.num_drafts} drafts")
+    answered = set(
+        run.requests.filter(pl.col("status") == "ok").select("arm", "sampling").unique().iter_rows()
+    )
+    classes = inactive_classes(run)
+    for arm, sampling, active, reason in classes.iter_rows():
+        if active is False and (arm, sampling) in answered:
+            raise _Broken(f"{reason} (arm {arm}, {sampling}); verdicts on those requests are vacuous")
+    unknown = classes.filter(pl.col("active").is_null())
+    if unknown.height:
+        arm, sampling, _, reason = unknown.row(0)
+        return f"not known for arm {arm} under {sampling}: {reason}"
     return "every arm drafted under every sampling setting"
 
 
@@ -401,7 +457,7 @@ def _pooled(run: Run) -> str:
 
 def _truncation(run: Run) -> str:
     if run.plan.engine.kind not in IN_PROCESS:
-        return "not known for servers: the first tokens may come from a step"
+        return _server_truncation(run)
     emitted = run.steps.group_by("request_id").agg(emitted=pl.col("num_emitted_tokens").sum())
     joined = run.requests.filter(pl.col("status") == "ok").join(
         emitted, on="request_id", how="left", maintain_order="left"
@@ -413,6 +469,48 @@ def _truncation(run: Run) -> str:
         "request {request_id}: {num_output_tokens} output tokens, prefill and steps emitted 1 + {emitted}",
     )
     return "output tokens are 1 + those that steps emitted"
+
+
+def _server_truncation(run: Run) -> str:
+    """Output tokens against drafts and accepted tokens of every response that has them, then its steps."""
+    table = truncation_table(run)
+    for reason in table.filter(~pl.col("holds"))["reason"]:
+        raise _Broken(reason)
+    told = run.table("acceptance").select("request_id", told="num_drafts", said="num_accepted_tokens")
+    stepped = (
+        run.steps.group_by("request_id", maintain_order=True)
+        .agg(
+            drafts=(pl.col("num_draft_tokens") > 0).sum().cast(pl.Int64),
+            accepted=pl.col("num_accepted_tokens").sum(),
+            emitted=pl.col("num_emitted_tokens").sum(),
+        )
+        .join(told, on="request_id", how="left", maintain_order="left")
+        .join(
+            run.requests.filter(pl.col("status") == "ok").select("request_id", "num_output_tokens"),
+            on="request_id",
+            how="inner",
+            maintain_order="left",
+        )
+    )
+    place = "request {request_id}: "
+    _first(
+        stepped,
+        (pl.col("drafts") != pl.col("told")) | (pl.col("accepted") != pl.col("said")),
+        place + "steps hold {drafts} drafts and {accepted} accepted, its response says {told} and {said}",
+    )
+    _first(
+        stepped,
+        1 + pl.col("emitted") > pl.col("num_output_tokens"),
+        place + "{num_output_tokens} output tokens, prefill and steps emitted 1 + {emitted}",
+    )
+    if table.is_empty():
+        return "no answered request carries acceptance figures"
+    overcounted = table.filter("differs").height
+    return f"output tokens fit drafts and accepted tokens in {table.height} cells" + (
+        f"; in {overcounted} the verifier's length is more than 2 % above the committed one"
+        if overcounted
+        else ""
+    )
 
 
 def _tokens(run: Run) -> str:
@@ -496,19 +594,62 @@ def _batches(run: Run) -> str:
     return "batch sizes are the numbers of requests in them"
 
 
+def _client(run: Run) -> str:
+    limited = client_limited_cells(run)
+    for cell_id, reason in limited.select("cell_id", "reason").iter_rows():
+        raise _Broken(f"{cell_id}: {reason} ({limited.height} of {len(run.cells)} cells)")
+    known = sum(bool(cell.get("client")) for cell in run.cells)
+    return f"the client kept up in {known} cells" if known else "no client beside the engine"
+
+
+def _prefix_cache(run: Run) -> str:
+    table = prefix_cache_table(run)
+    for cell_id, reason in table.filter("contaminated").select("cell_id", "reason").iter_rows():
+        raise _Broken(f"{cell_id}: {reason}; use a nonce, or turn prefix caching off")
+    known = table["prefix_cache_hit_rate"].drop_nulls().len()
+    return f"no cell was served from another's cache ({known} known)" if known else "no prefix cache counters"
+
+
+def _sources(run: Run) -> str:
+    if run.plan.engine.kind in IN_PROCESS:
+        return "one source: the engine's own steps"
+    table = reconcile(run)
+    exact = pl.col("source").is_in(["response", "counters"])
+    for row in table.filter(exact & ~pl.col("agrees")).iter_rows(named=True):
+        raise _Broken(f"{row['cell_id']}: {row['source']} disagrees: {row['reason']}")
+    said = []
+    for arm in speculating_arms(run.plan):
+        source, why = headline_source(run, arm.name)
+        own = table.filter((pl.col("arm") == arm.name) & pl.col("headline") & (pl.col("num_requests") > 0))
+        bad = own.filter(~pl.col("usable"))
+        if source is not None and bad.height:
+            raise _Broken(f"{bad['cell_id'][0]}: {source} is not usable: {bad['reason'][0]}")
+        if source is None and run.plan.engine.kind == "vllm":
+            raise _Broken(f"arm {arm.name}: no source of acceptance: {why}")
+        said.append(f"{arm.name} from {source or 'nothing'}")
+    doubts = table.filter(~pl.col("agrees"))
+    rest = f"; {doubts.height} estimates from log or chunks differ" if doubts.height else ""
+    return f"acceptance of {', '.join(said) or 'no arm'}{rest}"
+
+
+_ACCEPTANCE_TABLES: Final = ("requests", "steps", "chunks", "acceptance", "scrapes", "log_lines")
+
 _INVARIANTS: Final[tuple[tuple[str, tuple[str, ...], Callable[[Run], str]], ...]] = (
-    ("I1 acceptance in range", ("steps",), _acceptance_range),
+    ("I1 acceptance in range", ("steps", "acceptance"), _acceptance_range),
     ("I2 positions add up", ("steps", "positions"), _positions),
     ("I3 counters never fall", ("scrapes",), _counters),
-    ("I4 server and client tokens", ("requests", "scrapes"), _server_tokens),
+    ("I4 server and client tokens", _ACCEPTANCE_TABLES, _server_tokens),
     ("I5 chunk gaps add up", ("requests", "chunks"), _chunk_times),
     ("I6 success has tokens", ("requests",), _success),
-    ("I7 drafts in the judged requests", ("requests", "steps"), _drafts),
+    ("I7 drafts in the judged requests", _ACCEPTANCE_TABLES, _drafts),
     ("I8 arms share conditions", ("requests",), _same_conditions),
     ("I9 unknown is null", ("requests", "tokens"), _unknown_is_null),
     ("I10 pooled means", ("requests", "tokens"), _pooled),
-    ("output tokens and steps", ("requests", "steps"), _truncation),
+    ("output tokens and steps", _ACCEPTANCE_TABLES, _truncation),
     ("token rows", ("requests", "tokens"), _tokens),
     ("chunk sums", ("requests", "chunks"), _chunk_sums),
     ("batch sizes", ("steps", "engine_steps"), _batches),
+    ("client kept up", ("requests", "scrapes"), _client),
+    ("prefix cache", ("scrapes",), _prefix_cache),
+    ("acceptance sources", _ACCEPTANCE_TABLES, _sources),
 )

@@ -3,12 +3,14 @@
 A server tells about acceptance four times: in its responses, in its counters, in its log and, to a client
 that knows the tokens of each chunk, in its stream. Each has its own blind spot (warm-up, other
 people's requests, restarts, intervals, merged chunks), so agreement is evidence and disagreement a
-finding. Reads run directories; imports no engine. Separate from `acceptance`, which
-holds the definitions, and from `prometheus`, which knows no run.
+finding. What the client asked for is held against what the server saw in the same way. Reads
+run directories; imports no engine. Separate from `acceptance`, which holds the definitions, and from
+`prometheus`, which knows no run.
 
-Sources ------- `engine`: the in-process engine's steps, exact. `response`: the acceptance fields of answered
-requests (`acceptance` table, else the steps of these requests). `counters`: differences of /metrics over the
-cell. `log`: statistics lines. `chunks`: tokens a chunk after the first, one chunk taken for one target step.
+Sources: `engine` is the in-process engine's steps, exact. `response` is the acceptance fields of answered
+requests (`acceptance` table, else the steps of these requests). `counters` are differences of /metrics over
+the cell. `log` is its statistics lines. `chunks` are the tokens a chunk after the first, one chunk taken for
+one target step.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ IN_PROCESS: Final = ("transformers", "simulated")
 TOKEN_TOLERANCE: Final = 0.01
 LOG_TOLERANCE: Final = 0.05
 LOG_COVERAGE: Final = (0.5, 1.5)
+LOOP_LAG_LIMIT_S: Final = 0.010
+CONTAMINATED_RATE: Final = 0.1
+RATE_TOLERANCE: Final = 0.05
 
 WHY: Final = {
     "engine": "the in-process engine recorded every step",
@@ -396,6 +401,112 @@ def server_tokens(run: Run) -> pl.DataFrame:
             "num_uncertain_tokens": pl.Int64,
             "agrees": pl.Boolean,
             "reason": pl.String,
+        },
+    )
+
+
+def client_limited_cells(run: Run) -> pl.DataFrame:
+    """Cells in which the client, not the server, set the pace: they are no measurement of their concurrency.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: limited cell. Columns: cell_id, arm, concurrency, max_in_flight, max_requests_running (of
+        the server, from scrapes; null without), loop_lag_p99_s, reason: begins with `client_limited`, for a
+        limit that the client noticed itself, fewer requests in flight than a closed loop with work left
+        keeps, or a loop lag (99th percentile) above 10 ms. Cells without `client` facts have no row.
+    """
+    windows = cell_windows(run)
+    sizes = dict(run.requests.group_by("cell_id").len().iter_rows())
+    rows = []
+    for cell in run.cells:
+        facts = cell.get("client")
+        if not facts:
+            continue
+        running = windows[cell["cell_id"]].max_requests_running if cell["cell_id"] in windows else None
+        flight, lag = facts.get("max_in_flight"), facts.get("loop_lag_p99_s")
+        wanted = min(cell["concurrency"], sizes.get(cell["cell_id"], 0))
+        reasons = [str(reason) for reason in facts.get("limited") or ()]
+        if run.plan.load.mode == "closed" and flight is not None and flight < wanted:
+            seen = "" if running is None else f", the server ran at most {running}"
+            reasons.append(f"at most {flight} of {wanted} requests in flight{seen}")
+        if lag is not None and lag > LOOP_LAG_LIMIT_S:
+            reasons.append(f"loop lag p99 {1000 * lag:.0f} ms is above {1000 * LOOP_LAG_LIMIT_S:.0f} ms")
+        if reasons:
+            rows.append(
+                {
+                    "cell_id": cell["cell_id"],
+                    "arm": cell["arm"],
+                    "concurrency": cell["concurrency"],
+                    "max_in_flight": flight,
+                    "max_requests_running": running,
+                    "loop_lag_p99_s": lag,
+                    "reason": f"client_limited: {'; '.join(dict.fromkeys(reasons))}",
+                }
+            )
+    return pl.DataFrame(
+        rows,
+        schema={
+            "cell_id": pl.String,
+            "arm": pl.String,
+            "concurrency": pl.Int64,
+            "max_in_flight": pl.Int64,
+            "max_requests_running": pl.Int64,
+            "loop_lag_p99_s": pl.Float64,
+            "reason": pl.String,
+        },
+    )
+
+
+def prefix_cache_table(run: Run) -> pl.DataFrame:
+    """Share of prompt tokens that each cell found in the server's prefix cache, beside the baseline's.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: cell with counters. Columns: the cell's keys, prefix_cache_hit_rate (hits / tokens looked
+        up over the cell, summed over engines; null where the counters are absent or were reset),
+        baseline_hit_rate (of the same tier, concurrency, sampling and repeat), contaminated, reason.
+        A cell is contaminated above 10 %, unless the plan turns prefix caching on, or if it differs from
+        the baseline by more than 5 points: no speedup is taken between a cold and a warm arm.
+    """
+    windows = cell_windows(run)
+    cells = [cell for cell in run.cells if cell["cell_id"] in windows]
+    rates = {cell["cell_id"]: windows[cell["cell_id"]].prefix_cache_hit_rate for cell in cells}
+    place = ("entropy_tier", "concurrency", "sampling", "repeat")
+    baseline = {
+        tuple(cell[key] for key in place): rates[cell["cell_id"]]
+        for cell in cells
+        if cell["arm"] == run.plan.baseline.name
+    }
+    args = {arm.name: {**run.plan.engine.args, **arm.args} for arm in run.plan.arms}
+    rows = []
+    for cell in cells:
+        rate = rates[cell["cell_id"]]
+        other = baseline.get(tuple(cell[key] for key in place))
+        wanted = args[cell["arm"]].get("enable_prefix_caching") is True
+        reasons = []
+        if rate is not None and rate > CONTAMINATED_RATE and not wanted:
+            reasons.append(f"{rate:.0%} of its prompt tokens came from an earlier cell's prefix cache")
+        if rate is not None and other is not None and abs(rate - other) > RATE_TOLERANCE:
+            reasons.append(f"prefix cache {rate:.0%}, the baseline's {other:.0%}: no speedup between them")
+        rows.append(
+            {
+                **{key: cell[key] for key in _CELL},
+                "prefix_cache_hit_rate": rate,
+                "baseline_hit_rate": other,
+                "contaminated": bool(reasons),
+                "reason": "; ".join(reasons) or None,
+            }
+        )
+    return pl.DataFrame(
+        rows,
+        schema={
+            **_CELL_SCHEMA,
+            "prefix_cache_hit_rate": pl.Float64(),
+            "baseline_hit_rate": pl.Float64(),
+            "contaminated": pl.Boolean(),
+            "reason": pl.String(),
         },
     )
 

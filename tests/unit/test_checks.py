@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from server_runs import ServerCell, ServerRequest, scrape, server_plan, vllm_acceptance, write_server_run
 
 from specnb import schema
 from specnb.checks import check_run
@@ -376,3 +377,188 @@ def test_batches_that_do_not_add_up(simulated_copy: Copies) -> None:
     assert "batch_size 2, 1 requests have a step in it" in failures(path)["batch sizes"]
     rewrite(path, "engine_steps", lambda frame: add(-1, "batch_size")(frame).slice(1))
     assert "engine step 0: steps name it but it has no row" in failures(path)["batch sizes"]
+
+
+# Servers
+
+ANSWER = ServerRequest(num_output_tokens=21, acceptance=vllm_acceptance([4, 3, 2, 1]))
+SCRAPES = (scrape(7, 7, generated=9), scrape(7, 7, generated=9), scrape(17, 17, generated=30))
+SERVED = (*SCRAPES, SCRAPES[-1])
+BASE = ServerCell(
+    arm="baseline",
+    requests=[ServerRequest(num_output_tokens=21)],
+    scrapes=[scrape(generated=tokens) for tokens in (9, 9, 30, 30)],
+)
+DRAFT = ServerCell(requests=[ANSWER], scrapes=SERVED)
+
+
+def server_failures(root: Path, *cells: ServerCell, **plan: Any) -> dict[str, str]:
+    """Failed checks of a run of these cells, but for those that the small run lacks on purpose."""
+    found = failures(write_server_run(root, cells, server_plan(**plan) if plan else None))
+    return {name: detail for name, detail in found.items() if name != "modelled flag"}
+
+
+def detail_of(root: Path, name: str, *cells: ServerCell) -> str:
+    return next(found.detail for found in check_run(write_server_run(root, cells)) if found.name == name)
+
+
+def test_a_good_server_run_passes_every_check(tmp_path: Path) -> None:
+    assert server_failures(tmp_path / "a", BASE, DRAFT) == {}
+    assert server_failures(tmp_path / "b", BASE, DRAFT, kind="vllm") == {}
+    assert detail_of(tmp_path / "c", "acceptance sources", BASE, DRAFT) == "acceptance of draft from response"
+    assert detail_of(tmp_path / "d", "output tokens and steps", BASE, DRAFT) == (
+        "output tokens fit drafts and accepted tokens in 1 cells"
+    )
+
+
+def test_i1_a_response_out_of_range(tmp_path: Path) -> None:
+    wrong = {**vllm_acceptance([4, 3, 2, 1]), "num_draft_tokens": 31}
+    cell = ServerCell(requests=[ServerRequest(num_output_tokens=21, acceptance=wrong)])
+    assert server_failures(tmp_path / "a", BASE, cell)["I1 acceptance in range"] == (
+        "request draft.low.c1.greedy.r0.0000: its response says 10 accepted, 31 drafted in 10 drafts "
+        "of at most 3 (1 of 1 rows)"
+    )
+    wrong = {**vllm_acceptance([4, 3, 2, 1]), "acceptance_histogram": [4, 3, 2, 2]}
+    cell = ServerCell(requests=[ServerRequest(num_output_tokens=21, acceptance=wrong)])
+    assert (
+        "its histogram 11 of at most 3"
+        in (server_failures(tmp_path / "b", BASE, cell)["I1 acceptance in range"])
+    )
+
+
+def test_i3_a06_a_restart_between_scrapes(tmp_path: Path) -> None:
+    fallen = [scrape(5000, 9000, start=1000), scrape(120, 240, start=1800)]
+    found = server_failures(tmp_path / "a", BASE, ServerCell(requests=[ANSWER], scrapes=fallen))
+    assert found["I3 counters never fall"].startswith(
+        'draft.low.c1.greedy.r0 scrape 1: counter vllm:spec_decode_num_drafts_total{engine="0",'
+        'model_name="m"} falls from 5000 to 120 (counter_reset: '
+    )
+    beyond = [scrape(50, 90, start=1000), scrape(120, 240, start=1800)]
+    found = server_failures(tmp_path / "b", BASE, ServerCell(requests=[ANSWER], scrapes=beyond))
+    assert "counter_reset" in found["I3 counters never fall"], "no counter fell, but it is another process"
+
+
+def test_i3_what_is_no_scrape_is_named(tmp_path: Path) -> None:
+    found = server_failures(tmp_path, BASE, ServerCell(requests=[ANSWER], scrapes=["<html>", "<html>"]))
+    assert found["I3 counters never fall"].startswith("draft.low.c1.greedy.r0 scrape 0: not Prometheus text")
+
+
+def test_i4_foreign_traffic_on_a_server(tmp_path: Path) -> None:
+    busy = (*SERVED[:2], scrape(27, 27, generated=70), scrape(27, 27, generated=70))
+    found = server_failures(tmp_path, BASE, ServerCell(requests=[ANSWER], scrapes=busy))
+    assert found["I4 server and client tokens"] == (
+        "draft.low.c1.greedy.r0: the server generated 61 tokens, the requests hold 21 (foreign_traffic)"
+    )
+    assert found["acceptance sources"].startswith(
+        "draft.low.c1.greedy.r0: counters disagrees: num_drafts 20, 10 (response); foreign_traffic"
+    )
+
+
+def test_i7_a24_drafts_under_one_setting_do_not_excuse_another(tmp_path: Path) -> None:
+    silent = ServerRequest(num_output_tokens=21)
+    probe = ServerCell(
+        sampling="probe",
+        requests=[silent],
+        scrapes=[scrape(7, 7, generated=9), scrape(7, 7, generated=30)],
+    )
+    base = ServerCell(arm="baseline", sampling="probe", requests=[silent])
+    found = server_failures(tmp_path, BASE, DRAFT, base, probe)
+    assert found["I7 drafts in the judged requests"] == (
+        "speculation_inactive: 0 drafts in 1 requests; what they ask for (logprobs, penalties, min_p) may "
+        "switch speculation off: ask without (arm draft, probe); verdicts on those requests are vacuous"
+    )
+
+
+def test_i7_a_server_that_says_nothing_is_unknown_and_a_drafting_baseline_a_fault(tmp_path: Path) -> None:
+    silent = ServerCell(requests=[ServerRequest(num_output_tokens=21)])
+    assert server_failures(tmp_path / "a", BASE, silent) == {}
+    assert detail_of(tmp_path / "b", "I7 drafts in the judged requests", BASE, silent).startswith(
+        "not known for arm draft under greedy: unknown: no response carried acceptance figures"
+    )
+    found = server_failures(tmp_path / "c", BASE, silent, kind="vllm")
+    assert found["acceptance sources"].startswith("arm draft: no source of acceptance: response: no response")
+    drafting = ServerCell(arm="baseline", requests=BASE.requests, scrapes=SERVED)
+    assert server_failures(tmp_path / "d", drafting, DRAFT)["I7 drafts in the judged requests"] == (
+        "baseline.low.c1.greedy.r0: the baseline's server verified 10 drafts"
+    )
+
+
+def test_a20_a_launched_server_without_its_metrics_is_an_error(tmp_path: Path) -> None:
+    bare = ServerCell(
+        requests=[ServerRequest(num_output_tokens=21)],
+        scrapes=[scrape(generated=9), scrape(generated=30)],
+    )
+    found = server_failures(tmp_path, BASE, bare, kind="vllm")
+    assert (
+        "counters: metrics_missing: the server has metrics but none of acceptance"
+        in (found["acceptance sources"])
+    )
+
+
+def test_a13_truncation_beyond_a_block_is_a_fault_and_within_it_is_told(tmp_path: Path) -> None:
+    lost = ServerCell(
+        requests=[ServerRequest(num_output_tokens=17, acceptance=vllm_acceptance([4, 3, 2, 1]))]
+    )
+    found = server_failures(tmp_path / "a", BASE, lost)
+    assert found["output tokens and steps"].endswith("need 4 truncated tokens, more than K = 3")
+    cut = ServerCell(requests=[ServerRequest(num_output_tokens=18, acceptance=ANSWER.acceptance)])
+    assert detail_of(tmp_path / "b", "output tokens and steps", BASE, cut).endswith(
+        "; in 1 the verifier's length is more than 2 % above the committed one"
+    )
+
+
+def test_b18_an_earlier_cells_prefix_cache(tmp_path: Path) -> None:
+    def cell(concurrency: int, arm: str, *pairs: tuple[int, int]) -> ServerCell:
+        text = "vllm:prefix_cache_queries_total {}\nvllm:prefix_cache_hits_total {}\n"
+        return ServerCell(
+            arm=arm,
+            concurrency=concurrency,
+            requests=[ANSWER] if arm == "draft" else BASE.requests,
+            scrapes=[scrape(more=text.format(*pair)) for pair in pairs],
+        )
+
+    warm = [cell(2, arm, (10240, 0), (20480, 9216)) for arm in ("baseline", "draft")]
+    cold = [cell(1, arm, (0, 0), (10240, 0)) for arm in ("baseline", "draft")]
+    found = server_failures(tmp_path / "a", *cold, *warm)
+    assert found["prefix cache"] == (
+        "baseline.low.c2.greedy.r0: 90% of its prompt tokens came from an earlier cell's prefix cache; "
+        "use a nonce, or turn prefix caching off"
+    )
+    wanted = {"args": {"enable_prefix_caching": True}, "concurrency": (1, 2)}
+    assert "prefix cache" not in server_failures(tmp_path / "b", *cold, *warm, **wanted)
+    mixed = (cold[0], cell(1, "draft", (10240, 0), (20480, 9216)))
+    found = server_failures(tmp_path / "c", *mixed, **wanted)
+    assert found["prefix cache"].startswith(
+        "draft.low.c1.greedy.r0: prefix cache 90%, the baseline's 0%: no speedup between them"
+    )
+
+
+def test_b22_a_client_that_holds_fewer_requests_than_asked(tmp_path: Path) -> None:
+    busy = scrape(7, 7, generated=9).replace(
+        'num_requests_running{engine="0",model_name="m"} 0', "num_requests_running 100"
+    )
+    many = [ANSWER] * 256
+    cell = ServerCell(
+        concurrency=256,
+        requests=many,
+        scrapes=[SERVED[0], SERVED[0], busy, *[scrape(7 + 2560, 7 + 2560, generated=9 + 21 * 256)] * 2],
+        facts={"client": {"max_in_flight": 100, "loop_lag_p99_s": 0.001, "limited": []}},
+    )
+    base = ServerCell(arm="baseline", concurrency=256, requests=[ServerRequest(num_output_tokens=21)] * 256)
+    assert server_failures(tmp_path, base, cell) == {
+        "client kept up": "draft.low.c256.greedy.r0: client_limited: at most 100 of 256 requests in flight, "
+        "the server ran at most 100 (1 of 2 cells)"
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"max_in_flight": 1, "loop_lag_p99_s": 0.120, "limited": []}, "loop lag p99 120 ms is above 10 ms"),
+        ({"max_in_flight": 1, "limited": ["too few descriptors"]}, "too few descriptors"),
+    ],
+)
+def test_b23_a_client_that_was_late_says_so(tmp_path: Path, facts: dict[str, Any], reason: str) -> None:
+    cell = ServerCell(requests=[ANSWER], scrapes=SERVED, facts={"client": facts})
+    found = server_failures(tmp_path, BASE, cell)
+    assert found == {"client kept up": f"draft.low.c1.greedy.r0: client_limited: {reason} (1 of 2 cells)"}
