@@ -132,9 +132,9 @@ _SECOND_HAND: Final = re.compile(
     r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed"
 )
 _NOISE: Final = re.compile(
-    r"^\s*$|^\s*File \"|^\s*\^+|^\s*~+|^Traceback|nanobind|leaked (?:function|type|instance|semaphore|shared)"
-    r"|resource_tracker|warnings\.warn|DeprecationWarning|FutureWarning|skipped remainder"
-    r"|^INFO: +\d+\.\d+\.\d+\.\d+:\d+ - |Route: |^\s+\S.*$"
+    r"^Traceback|nanobind|leaked (?:function|type|instance|semaphore|shared)|resource_tracker"
+    r"|DeprecationWarning|FutureWarning|skipped remainder|Found ulimit of|non-default args:"
+    r"|Triton is installed, but|^usage: |Route: |^INFO: +\d+\.\d+\.\d+\.\d+:\d+ - "
 )
 _LONGEST_LINE: Final = 300
 
@@ -218,16 +218,16 @@ def fault(text: str, *, exit_code: int | None = None) -> Fault:
         `crash` with the exception that ended the first process to fail, else the log's last line that
         means something.
     """
-    lines = [(process, line.strip()) for process, line in bare_lines(text) if line.strip()]
+    lines = list(_told(text))
     for kind, pattern in _FAULTS:
-        for _, line in lines:
+        for line in lines:
             if pattern.search(line):
                 return Fault(kind, _cut(line))
     if exit_code == -9:
         return Fault("oom_at_load", "killed by SIGKILL; most likely the host ran out of memory")
     # The parent's complaint comes after its child's; what follows it is noise of the shutdown.
-    heard = [number for number, (_, line) in enumerate(lines) if _SECOND_HAND.search(line)]
-    causes = [line for _, line in lines[: heard[0] if heard else None] if _EXCEPTION.match(line)]
+    heard = [number for number, line in enumerate(lines) if _SECOND_HAND.search(line)]
+    causes = [line for line in lines[: heard[0] if heard else None] if _EXCEPTION.match(line)]
     if causes:
         return Fault("crash", _cut(causes[-1]))
     last = last_lines(text, 1)
@@ -236,8 +236,16 @@ def fault(text: str, *, exit_code: int | None = None) -> Fault:
 
 def last_lines(text: str, count: int) -> list[str]:
     """The last lines that mean something to a person: no frames of a traceback, no shutdown noise."""
-    lines = [line for _, line in bare_lines(text) if not _NOISE.search(line)]
-    return [_cut(line.strip()) for line in lines[-count:]] if count > 0 else []
+    lines = [line for line in _told(text) if not _NOISE.search(line)]
+    return [_cut(line) for line in lines[-count:]] if count > 0 else []
+
+
+def _told(text: str) -> Iterator[str]:
+    """Lines without prefixes and source code: what is indented is a frame, but for pydantic's verdicts."""
+    for _, line in bare_lines(text):
+        verdict = line.lstrip().startswith("Value error, ")
+        if line.strip() and (verdict or not line[0].isspace()):
+            yield re.sub(r" \[type=\w+, input_value=.*", "", line.strip())
 
 
 def _engine_settings(rest: str) -> dict[str, Any]:
