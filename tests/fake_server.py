@@ -40,6 +40,7 @@ from typing import Any, Final
 _ID: Final = b"@@@@ID@@@@"  # stands for the 16 hex digits of a response's id in prepared chunks
 _CLIENT_GONE: Final = (BrokenPipeError, ConnectionResetError)
 _STARTUP_S: Final = 20.0
+_GOLDEN: Final = 0.6180339887498949  # its multiples modulo 1 fill the unit interval evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class Behaviour:
     tokens_per_chunk: int = 4
     tokens: tuple[int, ...] | None = None  # tokens of each chunk; overrides the two above
     prefill_s: float = 0.0
+    jitter_s: float = 0.0  # every offset is later by up to this, evenly spread over requests
     gap_s: float = 0.01
     send_at_s: tuple[float, ...] | None = None  # offset of each chunk; overrides the two above
     align_s: float = 0.0  # sends wait for a multiple of this on the server's clock, as engine steps do
@@ -325,7 +327,10 @@ def _stream_steps(behaviour: Behaviour, asked: _Asked) -> tuple[_Step, ...]:
     """The sends of one streamed answer, head included."""
     writer = _Writer(behaviour, asked)
     sends = _events(behaviour, asked)
-    length = sum(len(data) + data.count(_ID) * (16 - len(_ID)) for _, data, _, _ in sends)
+    # The length announced is that of the unbroken answer: a cut one falls short of it.
+    ends = sends[-1][3] == "end"
+    whole = sends if ends else _events(dataclasses.replace(behaviour, fail=None), asked)
+    length = sum(len(data) + data.count(_ID) * (16 - len(_ID)) for _, data, _, _ in whole)
     steps = [_Step(0.0, (writer.head(length),))]
     for at, data, tokens, action in sends:
         framed = writer.frame(data)
@@ -516,7 +521,17 @@ class _Connection:
 
 
 class _Stream:
-    __slots__ = ("behaviour", "connection", "engine", "ident", "next", "record", "start_s", "steps")
+    __slots__ = (
+        "behaviour",
+        "connection",
+        "engine",
+        "ident",
+        "jitter_s",
+        "next",
+        "record",
+        "start_s",
+        "steps",
+    )
 
     def __init__(
         self, connection: _Connection, steps: tuple[_Step, ...], behaviour: Behaviour, record: dict[str, Any]
@@ -529,6 +544,7 @@ class _Stream:
         self.ident = b"%016x" % record["index"]
         self.next = 0
         self.engine = (0, 0)
+        self.jitter_s: float = behaviour.jitter_s * (record["index"] * _GOLDEN % 1.0)
 
     def offset_s(self, step: _Step) -> float:
         """When this step is due, in seconds after the request arrived."""
@@ -536,8 +552,8 @@ class _Stream:
             return step.at
         explicit = self.behaviour.send_at_s
         if explicit is not None:
-            return explicit[min(step.at, len(explicit) - 1)]
-        return self.behaviour.prefill_s + step.at * self.behaviour.gap_s
+            return self.jitter_s + explicit[min(step.at, len(explicit) - 1)]
+        return self.jitter_s + self.behaviour.prefill_s + step.at * self.behaviour.gap_s
 
 
 class _Server:
@@ -729,7 +745,9 @@ class _Server:
         )
         fail = behaviour.fail or ""
         whole = not asked.stream or fail in _WHOLE or fail.startswith("http_")
-        timeless = dataclasses.replace(behaviour, prefill_s=0.0, gap_s=0.0, send_at_s=None, align_s=0.0)
+        timeless = dataclasses.replace(
+            behaviour, prefill_s=0.0, jitter_s=0.0, gap_s=0.0, send_at_s=None, align_s=0.0
+        )
         steps = (_plain_steps if whole else _stream_steps)(timeless, asked)
         stream = _Stream(connection, steps, behaviour, record)
         stream.engine = (index % settings.workers, index % settings.engines)

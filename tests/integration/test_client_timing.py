@@ -1,0 +1,323 @@
+"""The client's time stamps and timing definitions against a server whose true send times are known.
+
+The yardstick is a bare epoll reader run beside the client, in turns, so that a busy machine slows both. Both
+run in processes of their own; CLOCK_MONOTONIC is the same in all of them. An error is the client's figure
+minus the truth, the truth being the server's stamps just before each send:
+
+* TTFT: received first token minus sent first token (the client's sending stamp is checked apart: it may not
+  be later than the arrival of the request at the server);
+* TPOT: (last - first) / (tokens after the first chunk), by the client's stamps and by the server's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from fake_server import FakeServer
+
+from specnb import latency
+from specnb.engines.openai import Answer, Client
+from specnb.load import ClosedLoop, Job, OpenLoop
+
+_TESTS = Path(__file__).parents[1]
+_CHAT = "/v1/chat/completions"
+_TOKENS = 4  # a chunk
+_REPEATS = 5
+# Errors below these are the machine's, not the client's: one timer tick or one interrupt at either end.
+_FLOOR_S = {"mean": 50e-6, "p99": 250e-6}
+_LAG_LIMIT_S = 0.010
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as fake:
+        yield fake
+
+
+def _body(key: str, **fake: Any) -> dict[str, Any]:
+    return {
+        "model": "fake-model",
+        "messages": [{"role": "user", "content": "count"}],
+        "max_tokens": 64,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "fake": {"key": key, **fake},
+    }
+
+
+def _start(
+    program: str, server: FakeServer, bodies: list[dict[str, Any]], concurrency: int, **more: Any
+) -> Any:
+    order = {"port": server.port, "path": _CHAT, "bodies": bodies, "concurrency": concurrency, **more}
+    process = subprocess.Popen(
+        [sys.executable, str(_TESTS / program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(order).encode())
+    process.stdin.close()
+    return process
+
+
+def _finish(process: Any) -> dict[str, Any]:
+    """The reply of a reader's process."""
+    with process:
+        reply = process.stdout.read()
+        assert process.wait(timeout=60) == 0
+    value: dict[str, Any] = json.loads(reply)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """Absolute errors in seconds, one a request.  # shape: [num_requests]"""
+
+    ttft: np.ndarray
+    tpot: np.ndarray
+
+
+def _errors(reply: dict[str, Any], server: FakeServer) -> _Errors:
+    """Sets a reader's stamps against the server's; also checks that nothing is missing or impossible."""
+    truth = {record["key"]: record for record in server.records()}
+    ttft, tpot = [], []
+    for row in reply["requests"]:
+        record = truth.pop(row["key"])
+        sent = record["sent_s"]
+        received = [received_s for received_s, _ in row["chunks"]]
+        assert [n for _, n in row["chunks"]] == record["num_tokens"]
+        assert row["sent_s"] <= record["received_s"]
+        assert all(there >= here for there, here in zip(received, sent, strict=True))
+        tokens = sum(record["num_tokens"][1:])
+        ttft.append(received[0] - sent[0])
+        tpot.append(abs((received[-1] - received[0]) - (sent[-1] - sent[0])) / tokens)
+    assert not truth
+    return _Errors(np.array(ttft), np.array(tpot))
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "num_requests", "num_chunks", "gap_s", "align_s"),
+    [
+        (1, 40, 10, 0.003, 0.0),
+        (32, 128, 25, 0.010, 0.0),
+        (128, 384, 25, 0.025, 0.0),
+        (128, 384, 25, 0.025, 0.025),  # all streams' chunks leave in one burst, as an engine step's do
+    ],
+)
+def test_errors_are_at_most_twice_those_of_a_bare_reader(
+    server: FakeServer, concurrency: int, num_requests: int, num_chunks: int, gap_s: float, align_s: float
+) -> None:
+    fake = {"num_chunks": num_chunks, "tokens_per_chunk": _TOKENS, "gap_s": gap_s, "align_s": align_s}
+    bodies = [
+        _body(str(i), **fake, prefill_s=0.01, jitter_s=2 * gap_s if concurrency > 1 else 0.0)
+        for i in range(num_requests)
+    ]
+    errors: dict[str, list[_Errors]] = {"bare_reader.py": [], "client_driver.py": []}
+    for repeat in range(_REPEATS):
+        for program in sorted(errors, reverse=bool(repeat % 2)):
+            reply = _finish(_start(program, server, bodies, concurrency))
+            errors[program].append(_errors(reply, server))
+            if program == "client_driver.py":
+                # A late client says so: true errors over the limit without a word would be the worst outcome.
+                late = np.quantile(errors[program][-1].ttft, 0.99) > 2 * _LAG_LIMIT_S
+                assert reply["facts"]["limited"] or not late
+                assert reply["facts"]["max_in_flight"] == concurrency
+    statistic: dict[str, Callable[[np.ndarray], Any]] = {
+        "mean": np.mean,
+        "p99": lambda values: np.quantile(values, 0.99),
+    }
+    after_first = _TOKENS * (num_chunks - 1)
+    told = []
+    for name, scale in (("ttft", 1.0), ("tpot", 2.0 / after_first)):
+        for what, of in statistic.items():
+            # The median over repeats: a repeat that another process disturbed decides nothing.
+            bare, ours = (
+                statistics.median(float(of(getattr(one, name))) for one in errors[program])
+                for program in ("bare_reader.py", "client_driver.py")
+            )
+            allowed = 2 * max(bare, _FLOOR_S[what] * scale)
+            told.append(
+                (name, what, f"bare {bare * 1e6:.1f} us, client {ours * 1e6:.1f} us", ours <= allowed)
+            )
+    assert all(fine for *_, fine in told), told
+
+
+def test_b23_a_slow_consumer_makes_the_client_late_and_it_says_so(server: FakeServer) -> None:
+    """Every finished answer holds the loop up for 30 ms: 16 streams that end together wait for each other."""
+    bodies = [_body(str(i), num_chunks=6, gap_s=0.02, prefill_s=0.02) for i in range(64)]
+    quick = _finish(_start("client_driver.py", server, bodies, 16))
+    server.records()
+    slow = _finish(_start("client_driver.py", server, bodies, 16, on_done_sleep_s=0.03))
+    errors = _errors(slow, server)
+    assert quick["facts"]["limited"] == []
+    assert np.quantile(errors.ttft, 0.99) > _LAG_LIMIT_S
+    assert slow["facts"]["loop_lag_max_s"] >= 0.03
+    assert slow["facts"]["loop_lag_p99_s"] > _LAG_LIMIT_S
+    assert any("lag" in reason for reason in slow["facts"]["limited"])
+
+
+def test_b23_a_client_that_the_machine_holds_up_says_so(server: FakeServer) -> None:
+    """Stopped again and again for 60 ms, as by a busy machine: nothing but its own clock can tell it."""
+    bodies = [_body(str(i), num_chunks=120, gap_s=0.01, prefill_s=0.02) for i in range(32)]
+    process = _start("client_driver.py", server, bodies, 16)
+    deadline = time.monotonic() + 20
+    while server.call("GET", "/metrics").find(b'requests_running{engine="0",model_name="fake-model"} 16') < 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for i in range(12):
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.06)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.03 + 0.007 * (i * 5 % 7))  # no rhythm that the client's own timer could fall in with
+    reply = _finish(process)
+    _errors(reply, server)
+    assert reply["facts"]["loop_lag_max_s"] > 0.03
+    assert any("lag" in reason for reason in reply["facts"]["limited"])
+
+
+def _run(server: FakeServer, *fakes: dict[str, Any], concurrency: int | None = None) -> list[Answer]:
+    """Answers of the client, in the order of `fakes`."""
+    jobs = [
+        Job(request_id=str(i), path=_CHAT, body=json.dumps(_body(str(i), **fake)).encode())
+        for i, fake in enumerate(fakes)
+    ]
+    client = Client(server.url, clock=time.perf_counter)
+    answers, _ = client.run(ClosedLoop(jobs, concurrency or len(jobs)), on_done=lambda answer: None)
+    return sorted(answers, key=lambda answer: int(answer.request_id))
+
+
+def _frame(answers: list[Answer]) -> pl.DataFrame:
+    times = ("scheduled_s", "sent_s", "first_token_s", "first_answer_s", "last_token_s")
+    names = ("status", *times, "num_output_tokens", "num_first_chunk_tokens")
+    return pl.DataFrame(
+        [{name: getattr(answer, name) for name in names} for answer in answers], infer_schema_length=None
+    )
+
+
+def _closest(values: Iterable[float | None], expected: float) -> float:
+    """The value nearest to what is expected.
+
+    A request is sent several times in turn and the least disturbed one is judged: a busy machine makes a
+    stamp late by milliseconds now and then, a wrong definition is wrong every time.
+    """
+    known = [value for value in values if value is not None]
+    assert known
+    return min(known, key=lambda value: abs(value - expected))
+
+
+def test_b01_tpot_divides_by_the_tokens_after_the_first_chunk(server: FakeServer) -> None:
+    """Chunks at 100, 130, 160, 190 ms with 1, 3, 3, 3 tokens: TPOT 10 ms, chunk gap 30 ms."""
+    fake = {"send_at_s": [0.1, 0.13, 0.16, 0.19], "tokens": [1, 3, 3, 3]}
+    answers = _run(server, *[fake] * 5, concurrency=1)
+    rows = latency.request_latency(_frame(answers))
+    assert {(a.num_output_tokens, a.num_first_chunk_tokens) for a in answers} == {(10, 1)}
+    assert _closest(rows["ttft_s"], 0.100) == pytest.approx(0.100, abs=0.001)
+    assert _closest(rows["tpot_s"], 0.010) == pytest.approx(0.010, abs=0.0002)
+    assert set(rows["tpot_basis"]) == {"first chunk"}
+    gaps = [np.diff([received_s for received_s, _ in answer.chunks]).mean() for answer in answers]
+    assert _closest(gaps, 0.030) == pytest.approx(0.030, abs=0.0005)
+    assert [tokens for _, tokens in answers[0].chunks] == [1, 3, 3, 3]
+
+
+def test_b01_a_first_chunk_of_several_tokens_is_taken_off(server: FakeServer) -> None:
+    """Chunks of 4 at 50, 90, 130 ms: 80 ms for 8 tokens is 10 ms a token, not 80 / 11."""
+    answers = _run(server, *[{"send_at_s": [0.05, 0.09, 0.13], "tokens": [4, 4, 4]}] * 5, concurrency=1)
+    assert {answer.num_first_chunk_tokens for answer in answers} == {4}
+    tpot_s = latency.request_latency(_frame(answers))["tpot_s"]
+    assert _closest(tpot_s, 0.010) == pytest.approx(0.010, abs=0.0002)
+
+
+def test_b03_throughput_counts_tokens_not_chunks(server: FakeServer) -> None:
+    """20 chunks of 4 tokens within 2.0 s of sending: 40 tokens a second, not 10."""
+    (answer,) = _run(server, {"send_at_s": [0.1 * (i + 1) for i in range(20)], "tokens": [4] * 20})
+    assert len(answer.chunks) == 20
+    assert answer.num_output_tokens == 80
+    assert answer.last_token_s is not None
+    assert answer.sent_s is not None
+    assert answer.num_output_tokens / (answer.last_token_s - answer.sent_s) == pytest.approx(40, rel=0.01)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_b06_reasoning_starts_ttft_and_the_role_chunk_does_not(server: FakeServer, field: str) -> None:
+    """Role at 50 ms, reasoning at 200 ms, answer at 600 ms (2200 in the case): TTFT 200 ms."""
+    fake = {
+        "role_s": 0.05,
+        "send_at_s": [0.2, 0.6],
+        "tokens": [1, 1],
+        "num_reasoning_chunks": 1,
+        "reasoning_field": field,
+        "text": ["Hm", "Yes"],
+    }
+    answers = _run(server, *[fake] * 4, concurrency=1)
+    rows = latency.request_latency(_frame(answers))
+    assert _closest(rows["ttft_s"], 0.200) == pytest.approx(0.200, abs=0.001)
+    assert _closest(rows["ttfa_s"], 0.600) == pytest.approx(0.600, abs=0.001)
+    assert {(a.reasoning_text, a.output_text) for a in answers} == {("Hm", "Yes")}
+
+
+def test_b07_reasoning_up_to_the_cap_is_a_success_without_an_answer(server: FakeServer) -> None:
+    """64 tokens of reasoning, finish_reason length: ok, TTFT set, no time to first answer."""
+    (answer,) = _run(server, {"num_chunks": 16, "gap_s": 0.002, "num_reasoning_chunks": 16})
+    assert (answer.status, answer.finish_reason, answer.num_output_tokens) == ("ok", "length", 64)
+    assert answer.first_token_s is not None
+    assert answer.first_answer_s is None
+
+
+def test_the_finish_and_usage_chunks_do_not_move_the_last_token(server: FakeServer) -> None:
+    """Tokens at 50 and 60 ms, an empty finishing chunk, usage and [DONE] at 200 ms."""
+    fake = {"send_at_s": [0.05, 0.06], "tokens": [2, 2], "finish_s": 0.2}
+    answers = _run(server, *[fake] * 5, concurrency=1)
+    e2e_s = latency.request_latency(_frame(answers))["e2e_s"]
+    assert _closest(e2e_s, 0.060) == pytest.approx(0.060, abs=0.001)
+    assert {answer.finish_reason for answer in answers} == {"length"}
+
+
+@pytest.mark.parametrize("fake", [{"bytes_per_send": 1}, {"bytes_per_send": 7, "newline": "\r\n"}])
+def test_b30_an_event_arrives_with_its_last_byte(server: FakeServer, fake: dict[str, Any]) -> None:
+    """The server stamps an event's last send; no stamp may come before it, nor much later."""
+    answers = _run(server, *[{"num_chunks": 5, "gap_s": 0.02, "prefill_s": 0.02, **fake}] * 4, concurrency=1)
+    errors = []
+    for answer, record in zip(answers, server.records(), strict=True):
+        received = [received_s for received_s, _ in answer.chunks]
+        errors += list(np.array(received) - np.array(record["sent_s"]))
+    assert len(errors) == 20
+    assert min(errors) >= 0
+    assert statistics.median(errors) < 0.001
+
+
+def test_b24_waiting_for_a_slot_is_in_the_scheduled_times(server: FakeServer) -> None:
+    """Six requests due at 0 to 0.5 s, cap 1, 0.4 s each: 0.40 s served, 1.15 s scheduled, 0.75 s waiting."""
+    fake = {"send_at_s": [0.2, 0.4], "tokens": [1, 1]}
+    jobs = [
+        Job(request_id=str(i), path=_CHAT, body=json.dumps(_body(str(i), **fake)).encode()) for i in range(6)
+    ]
+    schedule = OpenLoop(jobs, [0.1 * i for i in range(6)], max_in_flight=1)
+    answers, facts = Client(server.url, clock=time.perf_counter).run(schedule, on_done=lambda answer: None)
+    means = latency.request_latency(_frame(answers)).select(
+        pl.col("e2e_s", "scheduled_e2e_s", "dispatch_delay_s").mean()
+    )
+    assert means["e2e_s"].item() == pytest.approx(0.40, abs=0.01)
+    assert means["scheduled_e2e_s"].item() == pytest.approx(1.15, abs=0.03)
+    assert means["dispatch_delay_s"].item() == pytest.approx(0.75, abs=0.03)
+    assert facts.max_in_flight == 1
+
+
+def test_b22_hundreds_of_streams_are_in_flight_at_once(server: FakeServer) -> None:
+    """256 requests at concurrency 256: the server sees all of them run together."""
+    answers = _run(server, *[{"send_at_s": [0.6], "tokens": [1]} for _ in range(256)])
+    records = server.records()
+    assert {answer.status for answer in answers} == {"ok"}
+    assert max(record["received_s"] for record in records) < min(record["end_s"] for record in records)
