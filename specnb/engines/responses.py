@@ -222,7 +222,8 @@ class AnswerReader:
         except FramingError as error:
             self.garbage = str(error)
         except ValueError:
-            self.garbage = f"{data[:20]!r} is not a chunk size"
+            size = data[:20].partition(b"\r")[0]
+            self.garbage = f"{size!r} is not a chunk size"
 
     def close(self, time_s: float) -> None:
         """The body is over at `time_s`, cleanly or not: reads what has no blank line behind it."""

@@ -96,10 +96,12 @@ class EventDecoder:
     by LF, and one space after the colon is optional. `clean` is true between two events.
     """
 
-    __slots__ = ("_held", "_skip_newline", "_started", "clean")
+    __slots__ = ("_carriage_return", "_crlf", "_held", "_skip_newline", "_started", "clean")
 
     def __init__(self) -> None:
         self._held = b""
+        self._crlf = False
+        self._carriage_return = b""  # the first half of a line end whose second half is yet to come
         self._skip_newline = False
         self._started = False
         self.clean = True
@@ -113,8 +115,20 @@ class EventDecoder:
             return []
         if self._skip_newline and body[:1] == b"\n":
             body = body[1:]
-        self._skip_newline = body[-1:] == b"\r"
+            self._crlf = True
+        self._skip_newline = False
+        if self._carriage_return:
+            body = self._carriage_return + body
+            self._carriage_return = b""
         if b"\r" in body:
+            self._crlf = self._crlf or b"\r\n" in body
+            if body[-1:] == b"\r":
+                if self._crlf:
+                    # The event's last byte is the newline: its time must not be that of the byte before.
+                    self._carriage_return = b"\r"
+                    body = body[:-1]
+                else:
+                    self._skip_newline = True
             body = body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         body = self._held + body
         if not self._started:
@@ -128,13 +142,13 @@ class EventDecoder:
         # A third newline in a row is an empty line of its own, not the start of an event.
         if blocks or self._held[:1] == b"\n":
             self._held = self._held.lstrip(b"\n")
-        self.clean = not self._held
+        self.clean = not (self._held or self._carriage_return)
         return [event for event in map(_event, blocks) if event is not None]
 
     def close(self) -> list[tuple[bytes, bytes]]:
         """The event that the stream's end cut off from its blank line, if it has data."""
         event = _event(self._held)
-        self._held = b""
+        self._held = self._carriage_return = b""
         self.clean = True
         return [] if event is None else [event]
 
