@@ -263,6 +263,7 @@ class VllmServer:
         self._memory_before: dict[str, int] = {}
         self._log_path: Path | None = None
         self._start_s: float | None = None
+        self._ready_offset = 0
         self._settings: dict[str, Any] = {}
         self._max_model_len: int | None = None
 
@@ -328,18 +329,22 @@ class VllmServer:
             raise
         self._start_s = time.monotonic() - began
         self._family |= self._members()
+        self._ready_offset = self.log_offset()
         self._settings = effective_settings(self.log_since(0))
 
     def is_alive(self) -> bool:
-        """Whether the server's first process runs. Cheap: one system call."""
+        """Whether the server's first process runs. Cheap: one system call.
+
+        A server whose engine process dies answers with errors for some seconds before it ends.
+        """
         return self._process is not None and self._process.poll() is None
 
     def death(self) -> str | None:
         """Why a server that was ready is no longer there, in one line; None while it runs or before."""
         if self._process is None or self.is_alive():
             return None
-        found = fault(self.log_since(0), exit_code=self._process.returncode)
-        return f"{_ended(self._process.returncode)}: {found.line}"
+        found = fault(self.log_since(self._ready_offset), exit_code=self._process.returncode)
+        return f"{_ended(self._process.returncode)}: {_without_home(found.line)}"
 
     def log_offset(self) -> int:
         """Bytes in the server's log so far; 0 before the start."""

@@ -131,10 +131,11 @@ _EXCEPTION: Final = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Excepti
 _SECOND_HAND: Final = re.compile(
     r"Engine core initialization failed|EngineDeadError|WorkerProc initialization failed"
 )
+_LOST: Final = re.compile(r"(?:exited|died) unexpectedly")
 _NOISE: Final = re.compile(
     r"^Traceback|nanobind|leaked (?:function|type|instance|semaphore|shared)|resource_tracker"
     r"|DeprecationWarning|FutureWarning|skipped remainder|Found ulimit of|non-default args:"
-    r"|Triton is installed, but|^usage: |Route: |^INFO: +\d+\.\d+\.\d+\.\d+:\d+ - "
+    r"|Triton is installed, but|^usage: |Route: |^INFO: {5}|^\[shutdown\] "
 )
 _LONGEST_LINE: Final = 300
 
@@ -230,8 +231,9 @@ def fault(text: str, *, exit_code: int | None = None) -> Fault:
     causes = [line for line in lines[: heard[0] if heard else None] if _EXCEPTION.match(line)]
     if causes:
         return Fault("crash", _cut(causes[-1]))
-    last = last_lines(text, 1)
-    return Fault("crash", last[0] if last else "the log is empty")
+    lost = [line for line in lines if _LOST.search(line)]
+    last = lost[:1] or last_lines(text, 1)
+    return Fault("crash", _cut(last[0]) if last else "the log says nothing of it")
 
 
 def last_lines(text: str, count: int) -> list[str]:

@@ -205,8 +205,17 @@ def test_a_fault_in_source_code_that_a_traceback_quotes_is_none() -> None:
 
 
 def test_an_empty_log_says_so() -> None:
-    assert fault("", exit_code=1).line == "the log is empty"
+    assert fault("", exit_code=1).line == "the log says nothing of it"
     assert fault("", exit_code=-9).kind == "oom_at_load"
+
+
+def test_why_a_real_server_died_whose_engine_was_killed() -> None:
+    """Its front ends in good order, with exit code 0 and a good-bye as the log's last lines."""
+    found = fault(real_log("engine-killed"), exit_code=0)
+    assert (found.kind, found.line) == (
+        "crash",
+        "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup",
+    )
 
 
 def test_long_lines_are_cut() -> None:
