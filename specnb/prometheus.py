@@ -434,20 +434,27 @@ def _falls(before: Scrape, after: Scrape) -> Iterator[tuple[str, float, float]]:
 
 
 def kv_cache_tokens(scrape: Scrape) -> int | None:
-    """Tokens that fit the KV cache: block_size x num_gpu_blocks, labels of `vllm:cache_config_info`.
+    """Tokens that fit the KV cache, from the labels of `vllm:cache_config_info`.
 
     Returns
     -------
     int or None
-        Summed over engines; None if the metric is absent or a label is not a number yet.
+        `kv_cache_size_tokens` where the server gives it, else block_size x num_gpu_blocks (too many for
+        models that mix kinds of attention); summed over engines. None if the metric is absent or a
+        label is not a number yet.
     """
     engines = scrape.find("vllm:cache_config_info")
     total = 0
     for sample in engines:
-        size, blocks = sample.labels.get("block_size", ""), sample.labels.get("num_gpu_blocks", "")
-        if not (size.isdecimal() and blocks.isdecimal()):
+        told, size, blocks = (
+            sample.labels.get(name, "") for name in ("kv_cache_size_tokens", "block_size", "num_gpu_blocks")
+        )
+        if told.isdecimal():
+            total += int(told)
+        elif size.isdecimal() and blocks.isdecimal():
+            total += int(size) * int(blocks)
+        else:
             return None
-        total += int(size) * int(blocks)
     return total if engines else None
 
 

@@ -127,6 +127,49 @@ def test_what_prometheus_client_writes_is_read() -> None:
     assert "vllm:kv_cache_usage_perc" not in scrape.samples, "NaN is no value"
 
 
+def test_a_window_of_vllm_0_32_on_the_cpu() -> None:
+    """N-gram drafts, K = 5, 7 requests of 272 tokens: their responses held 77 drafts, 381 and 152 tokens."""
+
+    def scrape(drafts: int, drafted: int, accepted: int, places: tuple[int, ...], *tokens: int) -> Scrape:
+        labels = 'engine="0",model_name="demo"'
+        counters = {
+            "spec_decode_num_drafts": drafts,
+            "spec_decode_num_draft_tokens": drafted,
+            "spec_decode_num_accepted_tokens": accepted,
+            "generation_tokens": tokens[0],
+        }
+        lines = ["# TYPE process_start_time_seconds gauge", "process_start_time_seconds 1.796004571e+09"]
+        for name, value in counters.items():
+            lines += [
+                f"# HELP vllm:{name}_total Number.",
+                f"# TYPE vllm:{name}_total counter",
+                f"vllm:{name}_total{{{labels}}} {value}.0",
+                f"# TYPE vllm:{name}_created gauge",
+                f"vllm:{name}_created{{{labels}}} 1.7960046423118143e+09",
+            ]
+        lines.append("# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter")
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {count}.0'
+            for place, count in enumerate(places)
+        ]
+        lines += [
+            "# TYPE vllm:iteration_tokens_total histogram",
+            f'vllm:iteration_tokens_total_bucket{{engine="0",le="+Inf",model_name="demo"}} {tokens[1]}.0',
+            f"vllm:iteration_tokens_total_count{{{labels}}} {tokens[1]}.0",
+            f"vllm:iteration_tokens_total_sum{{{labels}}} {tokens[2]}.0",
+        ]
+        return parse("\n".join(lines) + "\n")
+
+    before = scrape(0, 0, 0, (0,) * 5, 8, 8, 40)
+    after = scrape(77, 381, 152, (54, 30, 26, 21, 21), 280, 58, 639)
+    window = Window.over([before, before, after, after])
+    found = window.acceptance(5)
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (77, 381, 152)
+    assert found.mean_acceptance_length == pytest.approx(2.974, abs=5e-4)
+    assert found.flags == ("ragged: draft tokens / drafts = 4.948, not 5",)
+    assert (window.generation_tokens, window.engine_iterations, window.reset) == (272, 50, None)
+
+
 def test_a21_the_old_set_derives_drafts_from_k() -> None:
     found = parse(OLD_SET).acceptance(4)
     assert (found.dialect, found.num_drafts, found.num_draft_tokens) == ("vllm-v0", 500, 2000)
@@ -371,6 +414,8 @@ def test_d07_the_kv_cache_shrinks_with_a_drafter() -> None:
     assert prometheus.kv_cache_tokens(scrape(4375)) == 70_000
     assert prometheus.kv_cache_tokens(scrape(4375, 4375)) == 140_000
     assert prometheus.kv_cache_tokens(scrape("None")) is None
+    told = 'vllm:cache_config_info{block_size="128",kv_cache_size_tokens="46592",num_gpu_blocks="999"} 1\n'
+    assert prometheus.kv_cache_tokens(parse(told)) == 46_592, "the server's own count comes first"
     assert prometheus.kv_cache_tokens(parse("")) is None
 
 
