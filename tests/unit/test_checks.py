@@ -562,3 +562,13 @@ def test_b23_a_client_that_was_late_says_so(tmp_path: Path, facts: dict[str, Any
     cell = ServerCell(requests=[ANSWER], scrapes=SERVED, facts={"client": facts})
     found = server_failures(tmp_path, BASE, cell)
     assert found == {"client kept up": f"draft.low.c1.greedy.r0: client_limited: {reason} (1 of 2 cells)"}
+
+
+def test_i8_a23_arms_whose_prompts_were_rendered_differently(tmp_path: Path) -> None:
+    base = ServerCell(arm="baseline", requests=[ServerRequest(num_output_tokens=21, num_prompt_tokens=58)])
+    other = ServerCell(
+        requests=[ServerRequest(num_output_tokens=21, num_prompt_tokens=74, acceptance=ANSWER.acceptance)]
+    )
+    assert server_failures(tmp_path, base, other) == {
+        "I8 arms share conditions": "draft: prompt token counts differ on 1 of 1 rows"
+    }
