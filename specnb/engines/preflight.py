@@ -219,6 +219,7 @@ def port_findings(plan: Plan) -> list[Finding]:
 
 
 def descriptors_finding(plan: Plan) -> Finding:
+    """Whether the system lets one process hold as many streams as the plan keeps open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max(plan.load.concurrency) + _OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -479,5 +480,6 @@ def _environment(plan: Plan) -> dict[str, str]:
 
 
 def gib(num_bytes: float) -> str:
+    """A size as text, in GiB, or MiB below a tenth of that."""
     gib = num_bytes / _GIB
     return f"{gib:.1f} GiB" if gib >= 0.1 else f"{num_bytes / (1 << 20):.0f} MiB"
