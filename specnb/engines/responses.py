@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from specnb.engines.sse import Dechunker, EventDecoder, FramingError
+from specnb.engines.sse import Dechunker, EventDecoder, chunk_size
 
 MAX_PLAIN_BYTES: Final = 32 * 2**20  # of a body that is not an event stream
 MAX_MESSAGE: Final = 300  # characters of a server's error message that are kept
@@ -203,27 +203,23 @@ class AnswerReader:
         if self.garbage is not None:
             return
         dechunker, events = self._dechunker, self._events
-        try:
-            if dechunker is not None:
-                if dechunker.clean and events is not None and events.clean:
-                    # One HTTP chunk with one event on one line: what vLLM and SGLang send nearly always.
-                    head = data.find(b"\r\n", 0, 12)
-                    if (
-                        data[head + 2 : head + 8] == b"data: "
-                        and data.find(b"\n", head + 2) == len(data) - 4
-                        and data[-4:] == b"\n\n\r\n"
-                        and int(data[:head], 16) == len(data) - head - 4
-                    ):
-                        self._sniff = False
-                        self._read(time_s, data[head + 8 : -4])
-                        return
-                data = dechunker.feed(data)
-            self._feed_body(time_s, data)
-        except FramingError as error:
-            self.garbage = str(error)
-        except ValueError:
-            size = data[:20].partition(b"\r")[0]
-            self.garbage = f"{size!r} is not a chunk size"
+        if dechunker is not None:
+            if dechunker.clean and events is not None and events.clean:
+                # One HTTP chunk with one event on one line: what vLLM and SGLang send nearly always.
+                head = data.find(b"\r\n", 0, 12)
+                if (
+                    data[head + 2 : head + 8] == b"data: "
+                    and data.find(b"\n", head + 2) == len(data) - 4
+                    and data[-4:] == b"\n\n\r\n"
+                    and chunk_size(data[:head]) == len(data) - head - 4
+                ):
+                    self._sniff = False
+                    self._read(time_s, data[head + 8 : -4])
+                    return
+            data = dechunker.feed(data)
+        self._feed_body(time_s, data)
+        if dechunker is not None and dechunker.error is not None:
+            self.garbage = self.garbage or dechunker.error
 
     def close(self, time_s: float) -> None:
         """The body is over at `time_s`, cleanly or not: reads what has no blank line behind it."""

@@ -23,10 +23,11 @@ class Dechunker:
     """Undoes HTTP's chunked transfer coding.
 
     `complete` is true once the last chunk and its trailers were read; `clean` is true between two chunks,
-    when nothing is held back.
+    when nothing is held back. `error` is one line once a chunk size is not hexadecimal or a chunk is longer
+    than its size; what came before is still given out, and nothing after.
     """
 
-    __slots__ = ("_after", "_held", "_left", "_trailers", "clean", "complete")
+    __slots__ = ("_after", "_held", "_left", "_trailers", "clean", "complete", "error")
 
     def __init__(self) -> None:
         self._held = b""
@@ -35,21 +36,16 @@ class Dechunker:
         self._trailers = False
         self.clean = True
         self.complete = False
+        self.error: str | None = None
 
     def feed(self, data: bytes) -> bytes:
-        """The body's bytes in this piece.
-
-        Raises
-        ------
-        FramingError
-            A chunk size is not hexadecimal, or a chunk is longer than its size.
-        """
+        """The body's bytes in this piece."""
         if self._held:
             data = self._held + data
             self._held = b""
         parts: list[bytes] = []
         at, size = 0, len(data)
-        while at < size and not self.complete:
+        while at < size and not self.complete and self.error is None:
             if self._left:
                 part = data[at : at + self._left]
                 parts.append(part)
@@ -61,31 +57,37 @@ class Dechunker:
                 if size - at < 2:
                     break
                 if data[at : at + 2] != b"\r\n":
-                    raise FramingError(f"a chunk is longer than its size: {data[at : at + 20]!r}")
+                    self.error = f"a chunk is longer than its size: {data[at : at + 20]!r}"
+                    break
                 at += 2
                 self._after = False
                 continue
             end = data.find(b"\r\n", at)
             if end < 0:
                 if size - at > MAX_LINE_BYTES:
-                    raise FramingError(f"no chunk size in {data[at : at + 20]!r}")
+                    self.error = f"no chunk size in {data[at : at + 20]!r}"
                 break
             line = data[at:end]
             at = end + 2
             if self._trailers:
                 self.complete = not line
             else:
-                self._left = _chunk_size(line)
-                self._trailers = self._left == 0
+                left = chunk_size(line)
+                if left is None:
+                    self.error = f"{line[:20]!r} is not a chunk size"
+                    break
+                self._left = left
+                self._trailers = left == 0
         self._held = data[at:]
         self.clean = not (self._held or self._left or self._after or self._trailers)
         return b"".join(parts)
 
 
-def _chunk_size(line: bytes) -> int:
+def chunk_size(line: bytes) -> int | None:
+    """The size in a chunk's first line, extensions dropped; None if there is none."""
     digits = line.split(b";", 1)[0].strip()
     if not digits or len(digits) > 15 or digits.strip(b"0123456789abcdefABCDEF"):
-        raise FramingError(f"{line[:20]!r} is not a chunk size")
+        return None
     return int(digits, 16)
 
 
