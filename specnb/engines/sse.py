@@ -72,7 +72,7 @@ class Dechunker:
             if self._trailers:
                 self.complete = not line
             else:
-                left = chunk_size(line)
+                left = _chunk_size(line)
                 if left is None:
                     self.error = f"{line[:20]!r} is not a chunk size"
                     break
@@ -83,7 +83,7 @@ class Dechunker:
         return b"".join(parts)
 
 
-def chunk_size(line: bytes) -> int | None:
+def _chunk_size(line: bytes) -> int | None:
     """The size in a chunk's first line, extensions dropped; None if there is none."""
     digits = line.split(b";", 1)[0].strip()
     if not digits or len(digits) > 15 or digits.strip(b"0123456789abcdefABCDEF"):

@@ -451,6 +451,87 @@ def test_no_split_of_the_bytes_changes_what_is_read(
     assert verdict(reader) is None
 
 
+KINDS = ("content", "reasoning", "reasoning_content", "ids", "no ids", "usage", "finish", "spaced", "extra")
+
+
+@given(kinds=st.lists(st.sampled_from(KINDS), max_size=30), texts=st.lists(st.text(), min_size=1, max_size=5))
+def test_events_that_look_alike_are_read_as_if_each_were_parsed_whole(
+    kinds: list[str], texts: list[str]
+) -> None:
+    content: list[str] = []
+    reasoning: list[str] = []
+    chunks: list[tuple[float, int | None]] = []
+    ids: list[int] = []
+    finish = None
+    reader = AnswerReader(chunked=False, streamed=True)
+    uncounted = False
+    for number, kind in enumerate(kinds):
+        text = texts[number % len(texts)]
+        name = kind if kind.startswith("reasoning") else "content"
+        choice: dict[str, Any] = {"index": 0, "delta": {name: text}, "finish_reason": None}
+        whole: dict[str, Any] = {"id": "x", "choices": [choice]}
+        own: list[int] | None = None
+        if kind in ("ids", "spaced"):
+            own = choice["token_ids"] = list(range(number % 4))
+        if kind == "finish":
+            finish = choice["finish_reason"] = "stop"
+        if kind == "usage":
+            whole["usage"] = {"completion_tokens": 3}
+        if kind == "extra":
+            choice["delta"]["other"] = {"content": "not this", "token_ids": [9]}
+        separators = (", ", ": ") if kind == "spaced" else (",", ":")
+        body = json.dumps(whole, ensure_ascii=number % 2 == 0, separators=separators)
+        reader.feed(float(number), b"data: " + body.encode() + b"\n\n")
+        if text or own:
+            (reasoning if name != "content" else content).append(text)
+            ids += own or []
+            num_tokens: int | None = len(own) if own is not None else None
+            if kind == "usage" and not uncounted:
+                num_tokens = 3
+            uncounted = uncounted or kind != "usage"
+            if num_tokens != 0 or not chunks:
+                chunks.append((float(number), num_tokens or None))
+            if kind == "usage":
+                break
+    assert reader.garbage is None
+    answer = reader.fields()
+    assert answer["output_text"] == ("".join(content) if any(content) else None)
+    assert answer["reasoning_text"] == ("".join(reasoning) if any(reasoning) else None)
+    assert list(answer["chunks"]) == chunks
+    assert answer["finish_reason"] == finish
+    assert answer["output_token_ids"] in (None, ids)
+
+
+def test_a_stream_of_like_events_keeps_every_text_and_id() -> None:
+    texts = [f'{number} "quoted" \\ \n é ✓ token_ids":[1]' for number in range(50)]
+    pieces = [
+        (float(number), event(text, ids=[number, number + 1], finish=None))
+        for number, text in enumerate(texts)
+    ]
+    reader = read(*pieces, (50.0, event("!", ids=[7], finish="stop")), (50.0, usage(101) + DONE))
+    answer = reader.fields()
+    assert answer["output_text"] == "".join(texts) + "!"
+    assert answer["output_token_ids"] == [i for number in range(50) for i in (number, number + 1)] + [7]
+    assert answer["chunks"] == (*((float(number), 2) for number in range(50)), (50.0, 1))
+    assert verdict(reader) is None
+
+
+def test_an_unlike_event_after_like_ones_is_heard() -> None:
+    like = [(0.1 * number, event("a", ids=[1])) for number in range(5)]
+    broken = event("a", ids=[1]).replace(b"[1]", b"[1}")
+    assert verdict(read(*like, (1.0, broken)))[0] == "garbage"  # type: ignore[index]
+    failed = event("a", ids=[1], error="lost")
+    assert verdict(read(*like, (1.0, failed))) == ("server_error", "lost")
+    empty = read(*like, (1.0, event("", ids=[])), (1.1, event("", ids=[4])))
+    assert empty.chunks[-1] == (1.1, 1)
+    assert len(empty.chunks) == 6
+
+
+def test_an_empty_finish_reason_is_no_end() -> None:
+    reader = read((0.1, event("a", finish="")), (0.2, event("b", finish="")))
+    assert verdict(reader) == ("truncated", "the stream ended without finish_reason or [DONE]")
+
+
 def test_a_chunk_that_is_longer_than_its_size_breaks_the_framing() -> None:
     dechunker = Dechunker()
     assert dechunker.feed(b"3\r\nabc\r\n5;name=x\r\nde") == b"abcde"
