@@ -8,8 +8,8 @@ object from standard input and writes one to standard output, as `client_driver.
 
 A closed loop over keep-alive connections; `time.perf_counter` for every stamp. Events are looked into only
 after the last answer, so nothing delays a stamp but the reads before it. It trusts the server: an answer ends
-with [DONE], every event with a blank line. With "parse": false it returns no chunks (for CPU figures).
-Standard library only.
+with [DONE], every event with a blank line. With "keep_chunks": false it tells `first_token_s` and no chunks
+(for CPU figures). Standard library only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _READ_BYTES = 1 << 16
@@ -82,9 +83,8 @@ def read_streams(
     return answers
 
 
-def _chunks(reads: list[tuple[float, bytes]]) -> list[tuple[float, int]]:
+def _chunks(reads: list[tuple[float, bytes]]) -> Iterator[tuple[float, int | None]]:
     """(received_s, tokens) of each event that carries tokens; an event arrives with its last byte."""
-    chunks: list[tuple[float, int]] = []
     rest = b""
     for received_s, data in reads:
         *events, rest = (rest + data).split(b"\n\n")
@@ -94,9 +94,9 @@ def _chunks(reads: list[tuple[float, bytes]]) -> list[tuple[float, int]]:
                 continue
             value = json.loads(event[start + len(b"data: ") :])
             for choice in value["choices"]:
-                if choice.get("token_ids"):
-                    chunks.append((received_s, len(choice["token_ids"])))
-    return chunks
+                if choice["delta"].get("content") or choice["delta"].get("reasoning"):
+                    ids = choice.get("token_ids")
+                    yield received_s, None if ids is None else len(ids)
 
 
 def main() -> None:
@@ -108,11 +108,13 @@ def main() -> None:
     answers = read_streams(order["port"], order["path"], bodies, order["concurrency"])
     cpu_s = time.process_time()
     requests = []
-    if order.get("parse", True):
-        for body, (sent_s, reads) in zip(order["bodies"], answers, strict=True):
-            requests.append(
-                {"key": body.get("fake", {}).get("key"), "sent_s": sent_s, "chunks": _chunks(reads)}
-            )
+    for body, (sent_s, reads) in zip(order["bodies"], answers, strict=True):
+        row = {"key": body.get("fake", {}).get("key"), "sent_s": sent_s}
+        if order.get("keep_chunks", True):
+            row["chunks"] = list(_chunks(reads))
+        else:
+            row["first_token_s"] = next(_chunks(reads))[0]
+        requests.append(row)
     json.dump({"requests": requests, "cpu_s": cpu_s}, sys.stdout)
 
 

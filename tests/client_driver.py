@@ -3,9 +3,8 @@
     {"port": 8000, "path": "/v1/chat/completions", "bodies": [...], "concurrency": 32}
     {"requests": [{"key", "status", "sent_s", "chunks", ...}, ...], "facts": {...}, "cpu_s": ...}
 
-More keys of the order: `parse` (false: no requests in the reply), `keep_chunks` (false: none in the reply),
-`on_done_sleep_s` (a consumer that is slow on every answer, which makes the client late). A process of its own
-keeps the test runner's memory, garbage collection and threads out of the time stamps.
+More keys of the order: `keep_chunks` (false: none in the reply), `on_done_sleep_s` (a consumer that is slow on
+every answer, which makes the client late). A process of its own keeps the test runner's memory, garbage collection and threads out of the time stamps.
 """
 
 from __future__ import annotations
@@ -50,12 +49,11 @@ def main() -> None:
     answers, facts = client.run(ClosedLoop(jobs, order["concurrency"]), on_done=on_done)
     cpu_s = time.process_time()
     requests = []
-    if order.get("parse", True):
-        for answer in answers:
-            row = {name: getattr(answer, name) for name in _FIELDS}
-            if not order.get("keep_chunks", True):
-                del row["chunks"]
-            requests.append({"key": keys[int(answer.request_id)], **row})
+    for answer in answers:
+        row = {name: getattr(answer, name) for name in _FIELDS}
+        if not order.get("keep_chunks", True):
+            del row["chunks"]
+        requests.append({"key": keys[int(answer.request_id)], **row})
     json.dump({"requests": requests, "facts": dataclasses.asdict(facts), "cpu_s": cpu_s}, sys.stdout)
 
 

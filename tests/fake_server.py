@@ -406,6 +406,7 @@ class Settings:
     engines: int = 1  # requests are counted for engine (arrival number mod engines)
     workers: int = 1  # > 1: each scrape shows the counters of another API server process
     num_gpu_blocks: int = 6250
+    announce: int = 0  # n > 0: print `first` when the first stream begins and `last` when the n-th has ended
 
 
 class _Counters:
@@ -531,6 +532,7 @@ class _Stream:
         "record",
         "start_s",
         "steps",
+        "streamed",
     )
 
     def __init__(
@@ -544,6 +546,7 @@ class _Stream:
         self.ident = b"%016x" % record["index"]
         self.next = 0
         self.engine = (0, 0)
+        self.streamed = False
         self.jitter_s: float = behaviour.jitter_s * (record["index"] * _GOLDEN % 1.0)
 
     def offset_s(self, step: _Step) -> float:
@@ -580,6 +583,8 @@ class _Server:
         self.last_iteration_s = 0.0
         self.records: list[dict[str, Any]] = []
         self.num_requests = 0
+        self.num_begun = 0
+        self.num_ended = 0
         self.counters = _Counters()
 
     def serve(self) -> None:
@@ -750,6 +755,7 @@ class _Server:
         )
         steps = (_plain_steps if whole else _stream_steps)(timeless, asked)
         stream = _Stream(connection, steps, behaviour, record)
+        stream.streamed = asked.stream
         stream.engine = (index % settings.workers, index % settings.engines)
         self.counters.add(
             stream.engine,
@@ -759,6 +765,10 @@ class _Server:
         )
         connection.stream = stream
         self.running += 1
+        if asked.stream:
+            self.num_begun += 1
+            if settings.announce and self.num_begun == 1:
+                _say("first")
         self._file(stream)
 
     def _reply(
@@ -835,6 +845,10 @@ class _Server:
         stream.record["ended"] = "end" if action == "end" else action
         self.running -= 1
         connection.stream = None
+        if stream.streamed:
+            self.num_ended += 1
+            if self.num_ended == self.settings.announce:
+                _say("last")
         if action == "reset":
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._close(connection)
@@ -895,6 +909,11 @@ class _Server:
         connection.sock.close()
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Serves until killed; prints `ready PORT` first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -906,8 +925,7 @@ def main() -> None:
         Settings(**json.loads(arguments.config)), arguments.port, watch_stdin=arguments.watch_stdin
     )
     _behaviour(json.dumps(server.settings.defaults))  # a misspelt field ends the server at once
-    sys.stdout.write(f"ready {server.port}\n")
-    sys.stdout.flush()
+    _say(f"ready {server.port}")
     gc.freeze()
     gc.disable()
     server.serve()
@@ -930,6 +948,7 @@ class FakeServer:
     def __init__(self, *, port: int = 0, **settings: Any) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
+        self._said = b""  # what it printed and nobody read yet
         self.port = port
 
     @property
@@ -956,14 +975,34 @@ class FakeServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _STARTUP_S)
-        line = self._process.stdout.readline().decode() if ready else ""
-        if not line.startswith("ready "):
+        self._said = b""
+        line = self.wait_for("ready", _STARTUP_S)
+        if line is None:
             self.stop()
             raise RuntimeError("the fake server did not start; its standard error says why")
         self.port = int(line.split()[1])
         return self
+
+    def wait_for(self, word: str, timeout_s: float) -> str | None:
+        """The next line the server prints that starts with this word; None if it does not come in time."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line, mark, rest = self._said.partition(b"\n")
+            if mark:
+                self._said = rest
+                if line.startswith(word.encode()):
+                    return line.decode()
+                continue
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                return None
+            data = os.read(pipe, 4096)
+            if not data:
+                return None
+            self._said += data
 
     def stop(self) -> None:
         """Kills the process, if it runs, and collects it."""
