@@ -3,8 +3,9 @@
     {"port": 8000, "path": "/v1/chat/completions", "bodies": [...], "concurrency": 32}
     {"requests": [{"key", "status", "sent_s", "chunks", ...}, ...], "facts": {...}, "cpu_s": ...}
 
-More keys of the order: `keep_chunks` (false: none in the reply), `on_done_sleep_s` (a consumer that is slow on
-every answer, which makes the client late). A process of its own keeps the test runner's memory, garbage collection and threads out of the time stamps.
+More keys of the order: `keep_chunks` (false: none in the reply), `on_done_sleep_s` (a consumer that is slow
+on every answer, which makes the client late). A process of its own keeps the test runner's memory, garbage
+collection and threads out of the time stamps.
 """
 
 from __future__ import annotations
