@@ -808,16 +808,16 @@ class _Server:
 
     def _send_step(self, stream: _Stream, step: _Step) -> None:
         data = stream.ident.join(step.pieces)
-        size = stream.behaviour.bytes_per_send
-        if size:
-            for start in range(0, max(len(data) - size, 0), size):
-                self._write(stream.connection, data[start : start + size])
-                if stream.connection.closed:
-                    return
-            data = data[(max(len(data) - 1, 0) // size) * size :]
+        size = stream.behaviour.bytes_per_send or max(len(data), 1)
+        # An event is over before the line end that closes its HTTP chunk.
+        last_byte = len(data) - (3 if stream.behaviour.framing == "chunked" else 1)
         now = time.perf_counter()
-        if data:
-            self._write(stream.connection, data)
+        for start in range(0, len(data), size):
+            if start <= last_byte:
+                now = time.perf_counter()
+            self._write(stream.connection, data[start : start + size])
+            if stream.connection.closed:
+                return
         if step.num_tokens:
             self._count(stream, step.num_tokens, now)
 
