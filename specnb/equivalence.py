@@ -5,13 +5,15 @@ against itself and the arm against itself. A difference is judged by the target'
 at the place where the answers part, because rounding can swap two tokens that are
 (nearly) equally likely and can't swap others. Sampled answers are compared as
 distributions, scores in pairs. Reads runs only; imports no engine, so that a verdict can
-be rebuilt on a laptop.
+be rebuilt on a laptop. What an engine does not tell (drafts of a request, margins, token
+ids) is unknown here, never zero.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +24,8 @@ from scipy import stats as scipy_stats
 
 from specnb import schema
 from specnb.config import Arm, Plan
+from specnb.prometheus import INACTIVE
+from specnb.reconciliation import IN_PROCESS, reconcile, request_drafts
 from specnb.records import Run
 from specnb.stats import Estimate, fisher_p_value, mcnemar_p_value, wilson_estimate
 
@@ -51,6 +55,35 @@ NEAR_TIE_NATS: Final = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 NEAR_TIE_NATS_OTHER: Final = 0.1
 SENSITIVITY_NATS: Final = (0.05, 0.1, 0.5)
 MINIMUM_TEST_PROMPTS: Final = 8
+GUESSED_STEPS: Final = "chunks"
+"""`steps_source` of cells whose steps were guessed from chunks; one of a single token may hold no draft."""
+
+# What a server settles on that a drafter changes by itself: a note, and a matched baseline is possible.
+_FOLLOWING_SETTINGS: Final = (
+    "async_scheduling",
+    "model_runner",
+    "attention_backend",
+    "cudagraph_mode",
+    "compilation_mode",
+    "enable_chunked_prefill",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
+# What two arms of one comparison must share.
+_SHARED_SETTINGS: Final = (
+    "version",
+    "dtype",
+    "max_seq_len",
+    "load_format",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "quantization",
+    "enforce_eager",
+    "kv_cache_dtype",
+    "seed",
+    "enable_prefix_caching",
+)
 
 _PAIR_SCHEMA: Final = pl.Schema(
     {
@@ -66,7 +99,8 @@ _PAIR_SCHEMA: Final = pl.Schema(
         "reference_repeat": pl.Int64(),
         "request_id": pl.String(),
         "reference_request_id": pl.String(),
-        "num_draft_tokens": pl.Int64(),
+        "num_drafts": pl.Int64(),
+        "compared": pl.String(),
         "identical": pl.Boolean(),
         "index": pl.Int64(),
         "token_id": pl.Int64(),
@@ -90,6 +124,24 @@ class Difference:
     index: int | None = None
     token_id: int | None = None
     reference_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingDifference:
+    """A setting on which the servers of an arm and of the baseline settled differently.
+
+    `value` and `baseline_value` are texts, `not logged` where a log does not have it (`on` for asynchronous
+    scheduling, which is logged only when it is switched off). `follows`: a drafter changes this by itself;
+    False: the arms differ in more than speculation.
+    """
+
+    name: str
+    value: str
+    baseline_value: str
+    follows: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value}, baseline {self.baseline_value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,11 +273,13 @@ def greedy_pairs(
     -------
     polars.DataFrame
         Grain: sampling (temperature 0) x concurrency x prompt x repeat. Columns: the keys,
-        `num_draft_tokens` (of the arm's request), `identical`, `index` of the first difference,
+        `num_drafts` (of the arm's request; null: not known), `compared` (`ids`, or `text` where the
+        engine returned no ids), `identical`, `index` of the first difference (null for texts),
         `token_id`, `reference_token_id`, `split_class` (`SPLIT_CLASSES`), `margin_nats` and
         `margin_source`: `judged again` (splits table), `logprobs` (reference token's less arm
         token's, from both arms' tokens), `lower bound` (the reference's top-1/top-2 gap alone).
-        Pairs in which a request failed are left out.
+        Pairs in which a request failed are left out. With `workload.nonce` the cells of one arm hold
+        different prompts: there are no pairs of an arm with itself.
 
     Raises
     ------
@@ -242,6 +296,8 @@ def greedy_pairs(
             f"across_concurrency compares an arm with itself; reference is '{reference}', arm '{arm}'"
         )
     answers = _answers(run.requests, greedy_settings(run.plan)).filter(pl.col("arm").is_in([arm, reference]))
+    if run.plan.workload.nonce and arm == reference:
+        answers = answers.clear()
     pairs = _paired_across(answers) if across_concurrency else _paired(answers, arm=arm, reference=reference)
     return _classified(run, pairs)
 
@@ -759,7 +815,9 @@ def not_comparable(run: Run, *, arm: str) -> tuple[str, ...]:
     """Why an arm can't be compared with the baseline in this run; empty if it can.
 
     Checks that the run is finished and that both arms got, cell by cell, the same prompts (digest), the
-    same number of prompt tokens and a prefix cache that served the same share (within 5 points).
+    same number of prompt tokens, a prefix cache that served the same share (within 5 points), the same
+    sampling fields and servers with the same settings (those that do not follow from a drafter). Cells
+    that are no measurement of time are another matter: `verdicts.unfit_cells`.
     """
     reasons: list[str] = []
     if run.status != "finished":
@@ -789,7 +847,210 @@ def not_comparable(run: Run, *, arm: str) -> tuple[str, ...]:
             f"the prefix cache served {shares[0]:.0%} of prompt tokens in {arm} "
             f"and {shares[1]:.0%} in the baseline"
         )
+    reasons += _sampling_differences(run, arm)
+    declared = _declared_differences(run, arm)
+    found = [
+        difference
+        for difference in setting_differences(run, arm=arm)
+        if not difference.follows and difference.name not in declared
+    ]
+    if found:
+        reasons.append(f"the servers differ in more than speculation: {'; '.join(map(str, found))}")
     return tuple(reasons)
+
+
+def setting_differences(run: Run, *, arm: str) -> tuple[SettingDifference, ...]:
+    """Effective settings in which an arm's server differs from the baseline's; empty without servers' logs.
+
+    What follows from the drafter's size (capacity of the KV cache, memory) is left out. A setting that
+    one log lacks counts only where a drafter is known to change it.
+    """
+    own, other = (_settings(run, name) for name in (arm, run.plan.baseline.name))
+    if not own or not other:
+        return ()
+    found = []
+    for name in (*_SHARED_SETTINGS, *_FOLLOWING_SETTINGS):
+        mine, theirs = own.get(name, set()), other.get(name, set())
+        follows = name in _FOLLOWING_SETTINGS
+        if mine == theirs or (not follows and not (mine and theirs)):
+            continue
+        found.append(
+            SettingDifference(
+                name=name,
+                value=_setting_text(name, mine),
+                baseline_value=_setting_text(name, theirs),
+                follows=follows,
+            )
+        )
+    return tuple(found)
+
+
+def _settings(run: Run, arm: str) -> dict[str, set[str]]:
+    """Every effective setting of an arm's servers with all values that it had over the cells, as JSON."""
+    found: dict[str, set[str]] = {}
+    for cell in run.cells:
+        if cell["arm"] == arm:
+            for name, value in ((cell.get("server") or {}).get("settings") or {}).items():
+                found.setdefault(name, set()).add(json.dumps(value, sort_keys=True))
+    return found
+
+
+def _setting_text(name: str, values: Collection[str]) -> str:
+    if not values:
+        return "on" if name == "async_scheduling" else "not logged"
+    text = " and ".join(str(json.loads(value)) for value in sorted(values))
+    return {"False": "off", "True": "on"}.get(text, text)
+
+
+def _declared_differences(run: Run, arm: str) -> set[str]:
+    """Names of the settings in which the plan itself lets an arm differ (`allow_differences`)."""
+    if not run.plan.allow_differences:
+        return set()
+    args = next(known.args for known in run.plan.arms if known.name == arm)
+    renamed = {"max_model_len": "max_seq_len"}
+    return {renamed.get(name, name) for name in {*args, *run.plan.baseline.args}}
+
+
+def sent_sampling(run: Run, *, arm: str) -> Mapping[str, Mapping[str, Any]] | None:
+    """Sampling fields that an arm's requests carried, by setting; None where the run has no record of them.
+
+    In-process engines sample by the plan itself and keep none.
+    """
+    facts = (run.manifest.get("arms") or {}).get(arm) or {}
+    found = facts.get("sampling")
+    return found if isinstance(found, Mapping) else None
+
+
+def _sampling_differences(run: Run, arm: str) -> list[str]:
+    own, other = (sent_sampling(run, arm=name) for name in (arm, run.plan.baseline.name))
+    if own is None or other is None:
+        return []
+    reasons = []
+    for setting in run.plan.sampling:
+        mine, theirs = own.get(setting.name) or {}, other.get(setting.name) or {}
+        for name in sorted({*mine, *theirs}):
+            if mine.get(name) != theirs.get(name):
+                reasons.append(
+                    f"requests of {arm} were sent {name} {mine.get(name)} under {setting.name}, "
+                    f"those of the baseline {theirs.get(name)}"
+                )
+    return reasons
+
+
+def _temperature(run: Run, arm: str) -> tuple[str | None, str | None]:
+    """Why greedy answers of a server can't be compared, and what is not known about how they were asked."""
+    if run.plan.engine.kind in IN_PROCESS:
+        return None, None
+    for name in (arm, run.plan.baseline.name):
+        record = sent_sampling(run, arm=name)
+        if record is None:
+            return None, "that temperature 0 was sent (the run has no record of the sampling fields)"
+        for setting in greedy_settings(run.plan):
+            sent = (record.get(setting) or {}).get("temperature")
+            if sent != 0:
+                said = "no temperature" if sent is None else f"temperature {sent}"
+                return (
+                    f"greedy answers of {name} were asked for with {said} under {setting}: exact match "
+                    "needs temperature 0 in every request"
+                ), None
+    return None, None
+
+
+def known_drafts(run: Run) -> pl.DataFrame:
+    """Drafts verified for every request: request_id, num_drafts (null: not known, not 0).
+
+    Steps that were guessed from chunks count only where one gave several tokens: a server that speculates
+    and one that does not both send single tokens.
+    """
+    found = request_drafts(run).select("request_id", "num_drafts")
+    guessed = _guessed_cells(run)
+    if not guessed:
+        return found
+    several = (
+        run.steps.filter(pl.col("cell_id").is_in(guessed))
+        .group_by("request_id")
+        .agg(several=(pl.col("num_accepted_tokens") > 0).any())
+    )
+    told = run.table("acceptance").select("request_id", told=pl.lit(True))
+    joined = found.join(several, on="request_id", how="left", maintain_order="left").join(
+        told, on="request_id", how="left", maintain_order="left"
+    )
+    kept = pl.col("told").fill_null(False) | pl.col("several").fill_null(True)
+    return joined.select("request_id", pl.when(kept).then("num_drafts").alias("num_drafts"))
+
+
+def _guessed_cells(run: Run) -> list[str]:
+    return [
+        cell["cell_id"]
+        for cell in run.cells
+        if cell.get("steps_source") == GUESSED_STEPS and cell["arm"] != run.plan.baseline.name
+    ]
+
+
+def draft_activity(run: Run) -> pl.DataFrame:
+    """Whether drafts were verified in each class of requests: arm x sampling x concurrency.
+
+    Returns
+    -------
+    pl.DataFrame
+        arm, sampling, concurrency, num_requests (answered), num_drafts (of the cells that tell; null if
+        none does), active (True; False: every cell tells of 0 drafts; null: not known), reason (why it
+        is not True). Classes without an answered request have no row.
+
+    Notes
+    -----
+    Each cell is believed by its first usable source: the engine's steps, response fields, counters, log
+    lines. A chunk of several tokens shows that something was drafted; chunks of one show nothing.
+    """
+    guessed = _guessed_cells(run)
+    rows = []
+    table = reconcile(run).filter(pl.col("num_requests") > 0)
+    for (arm, sampling, concurrency), group in table.group_by(
+        "arm", "sampling", "concurrency", maintain_order=True
+    ):
+        counts: list[int | None] = []
+        reasons: list[str] = []
+        for _, cell in group.group_by("cell_id", maintain_order=True):
+            told = cell.filter(
+                (pl.col("source") != "chunks") & pl.col("usable") & pl.col("num_drafts").is_not_null(),
+                (pl.col("source") != "response") | ~pl.col("cell_id").is_in(guessed),
+            )
+            stream = cell.filter(
+                (pl.col("source") == "chunks") & pl.col("usable") & (pl.col("num_accepted_tokens") > 0)
+            )
+            found = told["num_drafts"].to_list() or stream["num_drafts"].to_list()
+            counts.append(found[0] if found else None)
+            reasons += cell["reason"].drop_nulls().to_list()
+        num_requests = int(group.unique("cell_id")["num_requests"].sum())
+        known = [count for count in counts if count is not None]
+        active = True if any(known) else False if len(known) == len(counts) else None
+        reason = None
+        if active is False:
+            reason = f"{INACTIVE}: 0 drafts in {num_requests} answered requests"
+        elif active is None:
+            reason = f"no source tells of drafts ({reasons[0] if reasons else 'no figures'})"
+        rows.append((arm, sampling, concurrency, num_requests, sum(known) if known else None, active, reason))
+    return pl.DataFrame(
+        rows,
+        schema={
+            "arm": pl.String,
+            "sampling": pl.String,
+            "concurrency": pl.Int64,
+            "num_requests": pl.Int64,
+            "num_drafts": pl.Int64,
+            "active": pl.Boolean,
+            "reason": pl.String,
+        },
+        orient="row",
+    )
+
+
+def _active_settings(activity: pl.DataFrame) -> dict[str, bool | None]:
+    """`active` of every sampling setting with an answered request, over its concurrencies."""
+    return {
+        str(sampling): True if group["active"].any() else None if group["active"].null_count() else False
+        for (sampling,), group in activity.group_by("sampling", maintain_order=True)
+    }
 
 
 def refusal(run: Run, *, arm: str) -> str | None:
@@ -831,12 +1092,14 @@ def judge_equivalence(
     Returns
     -------
     Outcome
-        In this order: `refused` (modelled, synthetic or lossy acceptance); `inconclusive` if the arms
-        can't be compared; `vacuous` without a draft in the judged requests; `not equivalent` for a
+        In this order: `refused` (modelled, synthetic or lossy acceptance, or greedy answers that were not
+        asked for with temperature 0); `inconclusive` if the arms can't be compared or nothing was
+        answered; `vacuous` if no draft was verified in the judged requests; `not equivalent` for a
         corrupted answer, for a clear-margin split on a prompt whose baseline is stable, for scores or
-        sampled answers that differ; `inconclusive` when margins are unknown, the baseline is unstable
-        itself, prompts are few, or more prompts differ than in the control and some split there is
-        not a (near) tie; `equivalent up to numerics` for any other difference; `equivalent`.
+        sampled answers that differ; `inconclusive` when margins are unknown, it is not known whether
+        anything was drafted, the baseline is unstable itself, prompts are few, or more prompts differ
+        than in the control and some split there is not a (near) tie; `equivalent up to numerics` for any
+        other difference; `equivalent`.
 
     Notes
     -----
@@ -865,32 +1128,39 @@ def judge_equivalence(
     if problems := not_comparable(run, arm=arm):
         return outcome("inconclusive", problems)
 
-    steps = run.labelled("steps", columns=("arm", "sampling", "prompt_id", "num_draft_tokens"))
-    steps = steps.filter(pl.col("arm") == arm)
-    drafts = steps.group_by("sampling").agg(pl.col("num_draft_tokens").sum())
-    drafts_by_sampling = dict(drafts.iter_rows())
+    wrong_temperature, unrecorded = _temperature(run, arm)
+    if wrong_temperature:
+        return outcome("refused", (wrong_temperature,))
+
+    own = run.requests.filter(pl.col("arm") == arm)
+    activity = draft_activity(run).filter(pl.col("arm") == arm)
+    active = _active_settings(activity)
+    if not active:
+        return outcome("inconclusive", (f"no request of {arm} was answered",))
     greedy = greedy_settings(run.plan)
-    judged = [setting.name for setting in run.plan.sampling if drafts_by_sampling.get(setting.name, 0) > 0]
+    judged = [name for name, seen in active.items() if seen is not False]
     silent = [setting.name for setting in run.plan.sampling if setting.name not in judged]
     if not judged or (greedy and not set(judged) & set(greedy)):
         what = "any judged request" if not judged else f"the greedy requests ({', '.join(greedy)})"
-        return outcome(
-            "vacuous",
-            (f"no draft was verified in {what}: the comparison says nothing about speculation",),
-            num_prompts=run.requests.filter(pl.col("arm") == arm)["prompt_id"].n_unique(),
-        )
+        reasons = [f"no draft was verified in {what}: the comparison says nothing about speculation"]
+        if run.plan.engine.kind not in IN_PROCESS:
+            reasons.append(
+                f"{INACTIVE}: logprobs, penalties or min_p in a request may switch speculation off; "
+                "ask again without them"
+            )
+        return outcome("vacuous", reasons, num_prompts=own["prompt_id"].n_unique())
 
     pairs = greedy_pairs(run, arm=arm)
-    speculated = pairs.group_by("sampling", "concurrency").agg(pl.col("num_draft_tokens").sum())
     pairs = pairs.join(
-        speculated.filter(pl.col("num_draft_tokens") > 0).select("sampling", "concurrency"),
+        activity.filter(pl.col("active").fill_null(True)).select("sampling", "concurrency"),
         on=["sampling", "concurrency"],
         how="semi",
         maintain_order="left",
     )
     compared = set(pairs["prompt_id"])
     # Equal answers without a draft say nothing about speculation; a difference counts whatever made it.
-    pairs = pairs.filter((pl.col("num_draft_tokens") > 0) | ~pl.col("split_class").is_in(SAME_TEXT))
+    drafted = pl.col("num_drafts").fill_null(1) > 0
+    pairs = pairs.filter(drafted | ~pl.col("split_class").is_in(SAME_TEXT))
     control = greedy_pairs(run, arm=baseline, reference=baseline)
     # A prompt whose baseline flips at a tie excuses no clear split of the arm.
     unstable = {
@@ -902,13 +1172,10 @@ def judge_equivalence(
         for split_class in SPLIT_CLASSES
         if split_class != "clear" or name in ("clear", "unknown")
     }
-    not_measured: list[str] = []
-    notes: list[str] = []
+    not_measured: list[str] = [unrecorded] if unrecorded and greedy else []
     faults: list[str] = []
-    doubts: list[str] = []
+    doubts, notes = _activity_findings(activity, silent, greedy)
     facts: dict[str, Any] = {}
-    if silent:
-        notes.append(f"no draft was verified under {', '.join(silent)}, which is left out")
 
     excess: list[str] = []
     mismatched: set[str] = set()
@@ -952,11 +1219,22 @@ def judge_equivalence(
             )
         if unknown:
             doubts.insert(
-                0, f"{len(unknown)} of {prompts} distinct prompts differ at a margin that is not known"
+                0,
+                f"{len(unknown)} of {prompts} distinct prompts differ at a margin that is not known "
+                f"({_why_unknown(run, [row for row in blamed if row['split_class'] == 'unknown'])})",
             )
-        drafted = pairs.filter(pl.col("num_draft_tokens") > 0)["prompt_id"].n_unique()
-        if drafted < minimum_prompts and not clear:
-            doubts.append(f"{drafted} distinct prompts were compared, {minimum_prompts} are needed")
+        texts = pairs.filter(pl.col("compared") == "text").height
+        if texts:
+            notes.append(
+                f"{texts} of {pairs.height} pairs were compared as text, because the server returned no "
+                "token ids"
+            )
+            not_measured.append("token ids (different ids of one text are not seen)")
+        if any(setting.ignore_eos for setting in run.plan.sampling if setting.name in greedy):
+            not_measured.append("where answers end of themselves (ignore_eos forces every one to its cap)")
+        took_part = pairs.filter(drafted)["prompt_id"].n_unique()
+        if took_part < minimum_prompts and not clear:
+            doubts.append(f"{took_part} distinct prompts were compared, {minimum_prompts} are needed")
         if undrafted := compared - set(pairs["prompt_id"]):
             notes.append(f"{len(undrafted)} further prompts had no draft and are not counted")
         excluded = len(mismatched) - len({row["prompt_id"] for row in blamed})
@@ -968,7 +1246,12 @@ def judge_equivalence(
         excess, found_doubts = _excess(pairs, control, significance)
         doubts += found_doubts
         if control.is_empty():
-            not_measured.append("greedy control of the baseline against itself (needs 2 repeats)")
+            needs = (
+                "workload.nonce gives each repeat other prompts"
+                if run.plan.workload.nonce
+                else "needs 2 repeats"
+            )
+            not_measured.append(f"greedy control of the baseline against itself ({needs})")
 
     corrupted = corruption_table(run, arm=arm).filter("corrupted")
     if corrupted.height:
@@ -990,17 +1273,18 @@ def judge_equivalence(
             "greedy answers (no sampling setting with temperature 0)",
             "that the arm's logits are the target's (needs greedy answers)",
         ]
-        took_part = run.requests.filter(pl.col("arm") == arm)["prompt_id"].n_unique()
-        facts["num_prompts"] = steps.filter(pl.col("num_draft_tokens") > 0)["prompt_id"].n_unique()
-        if facts["num_prompts"] < took_part:
-            notes.append(
-                f"{took_part - facts['num_prompts']} further prompts had no draft and are not counted"
-            )
+        asked = own["prompt_id"].n_unique()
+        found = own.join(known_drafts(run), on="request_id").filter(
+            pl.col("sampling").is_in(judged), pl.col("status") == "ok", drafted
+        )
+        facts["num_prompts"] = found["prompt_id"].n_unique()
+        if facts["num_prompts"] < asked:
+            notes.append(f"{asked - facts['num_prompts']} further prompts had no draft and are not counted")
         if facts["num_prompts"] < minimum_prompts:
             doubts.append(
                 f"{facts['num_prompts']} distinct prompts were compared, {minimum_prompts} are needed"
             )
-        if "law of sampled answers" in not_measured:
+        if any(item.startswith("law of sampled answers") for item in not_measured):
             doubts.append("neither greedy answers nor the law of sampled ones could be judged")
     facts["not_measured"] = tuple(not_measured)
     if faults:
@@ -1015,6 +1299,55 @@ def judge_equivalence(
         )
         return outcome("equivalent up to numerics", [reason, *notes], **facts)
     return outcome("equivalent", notes, **facts)
+
+
+def _activity_findings(
+    activity: pl.DataFrame, silent: Sequence[str], greedy: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Doubts and notes on where drafts were verified: which settings and loads are left out, and why."""
+    doubts, notes = [], []
+    unknown = activity.filter(pl.col("active").is_null())
+    deciding = activity.filter(pl.col("sampling").is_in(list(greedy))) if greedy else activity
+    if unknown.height and not deciding["active"].any():
+        doubts.append(
+            "it is not known whether anything was drafted, so equal answers may be the target's alone: "
+            f"{unknown['reason'][0]}"
+        )
+    elif unknown.height:
+        notes.append(f"it is not known whether anything was drafted at {_loads(unknown)}")
+    if silent:
+        notes.append(f"no draft was verified under {', '.join(silent)}, which is left out")
+    off = activity.filter(~pl.col("active"), ~pl.col("sampling").is_in(list(silent)))
+    if off.height:
+        notes.append(f"no draft was verified at {_loads(off)}, which is left out")
+    return doubts, notes
+
+
+def _loads(activity: pl.DataFrame) -> str:
+    return ", ".join(
+        f"concurrency {concurrency} ({sampling})"
+        for sampling, concurrency in activity.select("sampling", "concurrency").iter_rows()
+    )
+
+
+def _why_unknown(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why the margins of these pairs are not known, most frequent reason first."""
+    on_server = run.plan.engine.kind not in IN_PROCESS
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        if row["compared"] == "text":
+            reasons["only texts were compared"] += 1
+        elif row["margin_source"] == "lower bound":
+            reasons["the arm's token may be of any rank"] += 1
+        elif row["token_id"] is None or row["reference_token_id"] is None:
+            reasons["one of the two answers had ended"] += 1
+        elif run.plan.workload.nonce:
+            reasons["workload.nonce changes the prompt, so the target can't be asked again"] += 1
+        elif on_server:
+            reasons["the baseline's server gave no log probabilities there"] += 1
+        else:
+            reasons["no log probabilities were recorded there"] += 1
+    return "; ".join(f"{text}: {count} pairs" for text, count in reasons.most_common())
 
 
 def _control_notes(run: Run, arm: str, pairs: pl.DataFrame, control: pl.DataFrame) -> list[str]:
@@ -1136,7 +1469,8 @@ def _sampled_findings(
     tests = sampled_tests(run, arm=arm, rng=rng).filter(pl.col("sampling").is_in(judged))
     law = tests.filter(pl.col("test") == "pit_uniform")
     if law["p_value"].null_count() == law.height:
-        not_measured.append("law of sampled answers")
+        why = "nothing was sampled" if law.is_empty() else law["reason"][0]
+        not_measured.append(f"law of sampled answers ({why})")
     control = {
         row["sampling"]: row["p_value"]
         for row in tests.filter(pl.col("test") == "pit_uniform_control").iter_rows(named=True)
@@ -1226,10 +1560,10 @@ def _classified(run: Run, pairs: list[dict[str, Any]]) -> pl.DataFrame:
         for name in ("request_id", "reference_request_id")
         if difference.kind == "differs" and difference.index is not None
     }
-    judged = _judged_margins(run)
+    # A nonce is not kept with the answers, so the target was asked about another prompt.
+    judged = {} if run.plan.workload.nonce else _judged_margins(run)
     tokens = _token_facts(run, places)
-    drafted = run.steps.filter(pl.col("num_draft_tokens") > 0)
-    drafts = dict(drafted.group_by("request_id").agg(pl.col("num_draft_tokens").sum()).iter_rows())
+    drafts = dict(known_drafts(run).iter_rows())
     rows = []
     for pair, difference in zip(pairs, differences, strict=True):
         margin: float | None = None
@@ -1253,7 +1587,10 @@ def _classified(run: Run, pairs: list[dict[str, Any]]) -> pl.DataFrame:
         rows.append(
             {
                 **{key: pair[key] for key in _PAIR_SCHEMA if key in pair},
-                "num_draft_tokens": drafts.get(pair["request_id"], 0),
+                "num_drafts": drafts.get(pair["request_id"]),
+                "compared": "text"
+                if pair["output_token_ids"] is None or pair["reference_output_token_ids"] is None
+                else "ids",
                 "identical": difference.kind == "identical",
                 "index": difference.index,
                 "token_id": difference.token_id,
@@ -1340,7 +1677,7 @@ def _pit_test(
     method = "Kolmogorov distance, sign flips of prompts"
     empty = {"statistic": None, "p_value": None, "n": 0, "n_clusters": 0, "method": method}
     if tokens is None:
-        return {**empty, "reason": "the run has no tokens table"}
+        return {**empty, "reason": "the engine does not tell the law of its tokens"}
     own = tokens.filter(pl.col("arm") == arm, pl.col("sampling") == sampling, pl.col("cdf_low").is_not_null())
     if own.is_empty():
         return {**empty, "reason": "no cumulative masses were recorded"}
