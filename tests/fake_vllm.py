@@ -9,8 +9,9 @@ variable FAKE_VLLM, a JSON object:
 * `exit_code`: ends with that code instead of listening; `raise_signal`: ends by that signal
 * `models`: ids in /v1/models (default: --served-model-name); `any_model`: answers every model name
 * `ignore_term`: SIGTERM does nothing; `die_after_s`: exits with code 3 that long after it listens
-* `child`: `plain` (in the group), `session` (a session of its own), `daemon` (the same, its parent dead, and
-  SIGTERM ignored); its process id goes into the file `child_file`
+* `child`: `plain` (in the group), `engine` (the same, called as vLLM calls its engine process), `session` (a
+  session of its own), `daemon` (the same, its parent dead, and SIGTERM ignored); its process id goes into the
+  file `child_file`
 * `elsewhere`: a daemon without this server's environment listens on the port in its place, for 20 s
 """
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 _SLEEPER = "import signal, time; {ignore}time.sleep(60)"
+_TITLE = "open('/proc/self/comm', 'w').write('VLLM::EngineCore'); "
 _IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 
 
@@ -84,8 +86,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def _start_child(kind: str, file: str) -> None:
     if kind != "daemon":
         code = _SLEEPER.format(ignore="")
+        if kind == "engine":
+            code = f"{_TITLE}{code}"
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=kind == "session")
         Path(file).write_text(str(child.pid))
+        if kind == "engine":
+            time.sleep(0.5)  # until it has its name
         return
     code = _SLEEPER.format(ignore=_IGNORE)
     starter = (

@@ -60,6 +60,8 @@ _MEMORY_LIMIT_S: Final = 60.0
 _POLL_S: Final = 0.2
 _ANSWER_LIMIT_S: Final = 10.0
 _MARK: Final = "SPECNB_SERVER"
+# How vLLM calls its processes: VLLM::EngineCore, VLLM::Worker_TP0, ...
+_PARTS: Final = "VLLM::"
 _ABSENT_MODEL: Final = "specnb-control-no-such-model"
 
 # Options that say which drafter runs, how it reports, or where the server listens: arms may differ in them.
@@ -121,8 +123,8 @@ def render_command(
         `engine.args` (an arm's own over them) with underscores as hyphens: true is `--flag`, false
         `--no-flag`, null leaves an option out, a mapping or a list with one inside is JSON, a list
         of plain values follows its option. Added unless the plan says otherwise: no prefix caching,
-        vLLM's neutral sampling defaults, seed 0, no access log, and for arms that speculate
-        the acceptance of each request.
+        vLLM's neutral sampling defaults, seed 0, no access log, cached prompt tokens in usage, and for
+        arms that speculate the acceptance of each request.
 
     Raises
     ------
@@ -147,6 +149,7 @@ def render_command(
         "generation_config": "vllm",
         "seed": 0,
         "disable_uvicorn_access_log": True,
+        "enable_prompt_tokens_details": True,
     }
     if arm.speculative is not None:
         if supports("per_request_metrics", version):
@@ -260,6 +263,7 @@ class VllmServer:
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._family: dict[int, float] = {}
+        self._parts: dict[psutil.Process, str] = {}
         self._memory_before: dict[str, int] = {}
         self._log_path: Path | None = None
         self._start_s: float | None = None
@@ -329,22 +333,25 @@ class VllmServer:
             raise
         self._start_s = time.monotonic() - began
         self._family |= self._members()
+        self._parts = self._named_parts()
         self._ready_offset = self.log_offset()
         self._settings = effective_settings(self.log_since(0))
 
     def is_alive(self) -> bool:
-        """Whether the server's first process runs. Cheap: one system call.
+        """Whether its first process and all its engine and worker processes run. Cheap: some system calls.
 
-        A server whose engine process dies answers with errors for some seconds before it ends.
+        A server whose engine process dies accepts requests for some seconds more and fails them all.
         """
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.poll() is None and self._lost_part() is None
 
     def death(self) -> str | None:
         """Why a server that was ready is no longer there, in one line; None while it runs or before."""
         if self._process is None or self.is_alive():
             return None
-        found = fault(self.log_since(self._ready_offset), exit_code=self._process.returncode)
-        return f"{_ended(self._process.returncode)}: {_without_home(found.line)}"
+        code, lost = self._process.poll(), self._lost_part()
+        ended = f"lost its process {lost}" if code is None else _ended(code)
+        found = fault(self.log_since(self._ready_offset), exit_code=code)
+        return f"{ended}: {_without_home(found.line)}"
 
     def log_offset(self) -> int:
         """Bytes in the server's log so far; 0 before the start."""
@@ -556,6 +563,25 @@ class VllmServer:
                     found[process.pid] = born
         found.pop(os.getpid(), None)
         return found
+
+    def _named_parts(self) -> dict[psutil.Process, str]:
+        """Engine and worker processes, without which the server is none; empty where vLLM names none."""
+        found = {}
+        for pid in self._family:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if pid != self.pid and process.name().startswith(_PARTS):
+                    found[process] = process.name()
+        return found
+
+    def _lost_part(self) -> str | None:
+        """The name of an engine or worker process that ran when the server was ready and runs no more."""
+        for process, name in self._parts.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    continue
+            return name
+        return None
 
     def _end_processes(self) -> dict[int, float]:
         """SIGTERM, then SIGKILL; what is left of the server after both."""

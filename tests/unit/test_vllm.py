@@ -127,6 +127,7 @@ def test_the_command_of_a_baseline() -> None:
         *("--model", "org/name", "--served-model-name", "plan.arm", "--host", "127.0.0.1", "--port", "8123"),
         *("--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0"),
         "--disable-uvicorn-access-log",
+        "--enable-prompt-tokens-details",
     ]
 
 
@@ -488,8 +489,28 @@ def test_a_server_that_dies_is_noticed_and_says_why(make_server: Make, tmp_path:
     server.stop()
 
 
-def test_asking_whether_it_lives_is_cheap(make_server: Make, tmp_path: Path) -> None:
-    server = make_server()
+def test_a_server_without_its_engine_process_is_dead_while_it_still_answers(
+    make_server: Make, tmp_path: Path
+) -> None:
+    """As vLLM does: /health and the port are there for seconds after the engine is gone."""
+    server = make_server(child="engine", child_file=str(tmp_path / "child"))
+    server.start(tmp_path / "server.log")
+    assert server.is_alive()
+    assert server.death() is None
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while server.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not server.is_alive()
+    assert listens(port_of(server))
+    assert server.death() == "lost its process VLLM::EngineCor: the log says nothing of it"
+    server.stop()
+    assert not listens(port_of(server))
+
+
+@pytest.mark.parametrize("child", [None, "engine"])
+def test_asking_whether_it_lives_is_cheap(make_server: Make, tmp_path: Path, child: str | None) -> None:
+    server = make_server(**({"child": child, "child_file": str(tmp_path / "child")} if child else {}))
     server.start(tmp_path / "server.log")
     began = time.perf_counter()
     for _ in range(1000):
