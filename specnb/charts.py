@@ -469,6 +469,14 @@ def decomposition_chart(
     )
 
 
+_PART_COLOURS = {
+    "verify": "#4c78a8",
+    "draft": "#f2a93b",
+    "prefill stall": "#b8bec6",
+    "whole step": "#7aa6a1",
+}
+
+
 def cycle_time_chart(
     frame: pl.DataFrame, *, arms: Sequence[str] = (), column: str | None = None, row: str | None = None
 ) -> Chart:
@@ -491,8 +499,9 @@ def cycle_time_chart(
     if {"cycle_s", *parts} <= set(frame.columns):
         whole = pl.all_horizontal(pl.col(*parts).is_null())
         if frame.select((whole & pl.col("cycle_s").is_not_null()).any()).item():
-            frame = frame.with_columns(pl.when(whole).then("cycle_s").alias("whole_s"))
+            parts = {} if frame.select(whole.all()).item() else parts
             parts["whole_s"] = "whole step"
+            frame = frame.with_columns(pl.when(whole).then("cycle_s").alias("whole_s"))
     points = list(dict.fromkeys(field for field in ("arm", "concurrency", column, row) if field))
     numbers = [*parts, "baseline_step_s"]
     _check(frame, name, [*points, *numbers], numbers=numbers)
@@ -526,7 +535,7 @@ def cycle_time_chart(
         color=alt.Color(
             "part:N",
             title="part of a step",
-            scale=alt.Scale(domain=order, range=["#4c78a8", "#f2a93b", "#b8bec6", "#7aa6a1"][: len(order)]),
+            scale=alt.Scale(domain=order, range=[_PART_COLOURS[part] for part in order]),
             sort=order,
         ),
         order=alt.Order("stack_order:Q"),

@@ -83,13 +83,30 @@ def run(
     ] = None,
     root: Annotated[Path, typer.Option(help="Folder for run directories.")] = Path("data/runs"),
 ) -> None:
-    """Measure every arm and cell of a plan into a run directory."""
+    """Measure every arm and cell of a plan into a run directory; exit 1 if requests failed."""
     from specnb.runner import measure
 
     content = read_plan(plan)
     with _RunProgress(_err) as display:
         path = measure(content, root=root, resume=resume, progress=display.hooks())
     _out.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    _report_failures(path)
+
+
+def _report_failures(run_dir: Path) -> None:
+    """Says how many requests of a run failed, and where first; exit 1 if any did."""
+    from specnb.records import read_run
+
+    requests = read_run(run_dir).requests
+    failed = requests.filter(requests["status"] != "ok")
+    if failed.is_empty():
+        return
+    first = failed.row(0, named=True)
+    _fail(
+        f"{failed.height} of {requests.height} requests failed, the first in {first['cell_id']}: "
+        f"{first['error_kind']}, {first['error']}",
+        code=1,
+    )
 
 
 @app.command()

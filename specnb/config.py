@@ -220,6 +220,33 @@ class Price(_Strict):
     currency: str = "USD"
 
 
+class Claim(_Strict):
+    """One published figure, and the arm of this plan that stands for it.
+
+    `acceptance_length` counts the bonus token; rates are output tokens a second of all requests together.
+    """
+
+    arm: Name
+    workload: str = Field(min_length=1)
+    concurrency: Concurrency
+    acceptance_length: float | None = Field(default=None, ge=1)
+    baseline_tokens_per_s: float = Field(gt=0)
+    tokens_per_s: float = Field(gt=0)
+
+
+class Published(_Strict):
+    """A published result that this plan is to be set beside.
+
+    `source` says where it stands, `conditions` how it was measured, `differences` what is another in
+    this plan.
+    """
+
+    source: str = Field(min_length=1)
+    conditions: str = Field(min_length=1)
+    differences: str | None = Field(default=None, min_length=1)
+    claims: tuple[Claim, ...] = Field(min_length=1)
+
+
 class Plan(_Strict):
     """A validated plan. Read one with `read_plan`; `sha256` identifies what it measures."""
 
@@ -237,6 +264,7 @@ class Plan(_Strict):
     allow_differences: bool = False
     logging: Logging = Field(default_factory=Logging)
     price: Price | None = None
+    published: Published | None = None
     _folder: Path = PrivateAttr(default_factory=Path)
 
     @model_validator(mode="after")
@@ -247,6 +275,13 @@ class Plan(_Strict):
         _refuse_duplicates(self.workload.tiers, "workload", "tiers")
         _refuse_duplicates(self.workload.lengths, "workload", "lengths")
         self._check_arms()
+        names = [arm.name for arm in self.arms if arm.speculative is not None]
+        for number, claim in enumerate(self.published.claims if self.published else ()):
+            if claim.arm not in names:
+                raise _contradiction(
+                    f"'{claim.arm}' is no arm that speculates ({_listed(names)}); name one",
+                    *("published", "claims", number, "arm"),
+                )
         steps = [step.from_concurrency for step in self.workload.prompts_by_concurrency]
         if steps != sorted(set(steps)):
             raise _contradiction(
@@ -333,8 +368,8 @@ class Plan(_Strict):
 
     @property
     def sha256(self) -> str:
-        """Digest of everything in the plan that can change what is measured (the price can't)."""
-        content = self.model_dump(mode="json", exclude={"price"})
+        """Digest of everything in the plan that can change what is measured (price and claims can't)."""
+        content = self.model_dump(mode="json", exclude={"price", "published"})
         for section, (model, keys) in _ADDED_KEYS.items():
             for key in keys:
                 if content[section][key] == _plain_default(model, key):

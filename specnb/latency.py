@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
+from specnb.config import Published
 from specnb.prometheus import Window, parse
 from specnb.records import Run
 from specnb.stats import (
@@ -666,6 +667,106 @@ def _first_fall(concurrency: Sequence[int], speedup: Sequence[float]) -> tuple[f
     return None, "above"
 
 
+# Published figures
+
+
+def claims_table(
+    speedups: pl.DataFrame, parts: pl.DataFrame, published: Published, *, acceptance: pl.DataFrame
+) -> pl.DataFrame:
+    """Published speedups beside measured ones at the same concurrency, and where the two part.
+
+    Parameters
+    ----------
+    speedups
+        `speedup_table` by arm and concurrency (and sampling, of one setting).
+    parts
+        `decomposition` of the same requests.
+    published
+        The plan's claims.
+    acceptance
+        Columns arm, concurrency, acceptance_length: measured, bonus token included.
+
+    Returns
+    -------
+    pl.DataFrame
+        One row a claim: arm, workload, concurrency; published_speedup (ratio of the published rates)
+        and the measured headline as speedup, low, high; published_acceptance_length and
+        acceptance_length; published_cycle_ratio (published acceptance length / published speedup)
+        and cycle_ratio (time of a speculative step / of a baseline step, as a request meets it), both
+        in baseline steps;
+        from_acceptance and from_cycle, the factors by which acceptance and step cost move the
+        measured speedup away from the published one (their product and the residual of the
+        decomposition make the whole difference); outside (whether the published figure lies outside
+        the measured interval). What was not measured is null.
+
+    Notes
+    -----
+    The published acceptance length and rates come from different averages, so the published cycle
+    ratio is an estimate.
+    """
+    rows = [
+        {
+            "arm": claim.arm,
+            "workload": claim.workload,
+            "concurrency": claim.concurrency,
+            "published_speedup": claim.tokens_per_s / claim.baseline_tokens_per_s,
+            "published_acceptance_length": claim.acceptance_length,
+        }
+        for claim in published.claims
+    ]
+    claims = pl.DataFrame(
+        rows,
+        schema={
+            "arm": pl.String(),
+            "workload": pl.String(),
+            "concurrency": pl.Int64(),
+            "published_speedup": pl.Float64(),
+            "published_acceptance_length": pl.Float64(),
+        },
+    )
+    measured = speedups.filter(pl.col("metric") == "throughput_speedup").select(
+        "arm", "concurrency", pl.col("value").alias("speedup"), "low", "high"
+    )
+    keys = ["arm", "concurrency"]
+    weight = pl.col("num_steps")
+    # As a request meets it; tiers weigh by their steps.
+    arm_s = pl.coalesce("chunk_gap_s", pl.col("cycle_s") + pl.col("stall_s").fill_null(0.0))
+    baseline_s = pl.coalesce(
+        "baseline_chunk_gap_s", pl.col("baseline_step_s") + pl.col("baseline_stall_s").fill_null(0.0)
+    )
+    ratios = (
+        parts.filter(arm_s.is_not_null() & baseline_s.is_not_null())
+        .group_by(keys)
+        .agg(((weight * arm_s).sum() / (weight * baseline_s).sum()).alias("cycle_ratio"))
+    )
+    table = (
+        claims.join(measured, on=keys, how="left", maintain_order="left")
+        .join(acceptance.select(*keys, "acceptance_length"), on=keys, how="left", maintain_order="left")
+        .join(ratios, on=keys, how="left", maintain_order="left")
+        .with_columns(
+            (pl.col("published_acceptance_length") / pl.col("published_speedup")).alias(
+                "published_cycle_ratio"
+            )
+        )
+    )
+    return table.select(
+        "arm",
+        "workload",
+        "concurrency",
+        "published_speedup",
+        "speedup",
+        "low",
+        "high",
+        "published_acceptance_length",
+        "acceptance_length",
+        "published_cycle_ratio",
+        "cycle_ratio",
+        (pl.col("acceptance_length") / pl.col("published_acceptance_length")).alias("from_acceptance"),
+        (pl.col("published_cycle_ratio") / pl.col("cycle_ratio")).alias("from_cycle"),
+        (~pl.col("published_speedup").is_between(pl.col("low"), pl.col("high"))).alias("outside"),
+    )
+
+
 # Decomposition
 
 
@@ -697,7 +798,9 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
         * num_steps, num_engine_steps, baseline_num_engine_steps: denominators (gaps, where the times
           come from chunk gaps);
         * step_source: `engine steps`, `engine iterations` or `chunk gaps`. On servers a step's parts
-          (draft_s, verify_s, stall_s) are unknown, and cycle_s holds them all;
+          (draft_s, verify_s, stall_s) are unknown, and cycle_s holds them all, prefill of others too;
+        * baseline_chunk_gap_s, chunk_gap_s: on servers, mean time between two chunks of a request, the
+          step as a request meets it: busy batches weigh more than in a mean over iterations;
         * reason: null unless predicted_speedup or decode_speedup is null.
 
     Notes ----- Prefill before a request's own first token is TTFT, not decoding: prefill_s counts
@@ -740,6 +843,7 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
         pl.col("cycle_s").alias("baseline_step_s"),
         pl.col("stall_s").alias("baseline_stall_s"),
         pl.col("num_engine_steps").alias("baseline_num_engine_steps"),
+        pl.col("chunk_gap_s").alias("baseline_chunk_gap_s"),
     )
     baseline_s, arm_s = (
         pl.col("baseline_step_s") + pl.col("baseline_stall_s").fill_null(0.0),
@@ -786,7 +890,7 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
                 "num_steps",
                 "num_engine_steps",
             ),
-            *("baseline_num_engine_steps", "step_source", "reason"),
+            *("baseline_num_engine_steps", "baseline_chunk_gap_s", "chunk_gap_s", "step_source", "reason"),
         )
         .sort(labels)
     )
@@ -816,6 +920,7 @@ def _engine_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
         .with_columns(
             (pl.col("draft_s") + pl.col("verify_s")).alias("cycle_s"),
             pl.lit("engine steps").alias("step_source"),
+            pl.lit(None, pl.Float64()).alias("chunk_gap_s"),
         )
     )
 
@@ -823,35 +928,34 @@ def _engine_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
 def _server_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
     """Mean time of an engine step on servers: from their iteration counters, else from chunk gaps.
 
-    The counter counts every iteration of the engine, prefill included, so its time holds what a
-    request waits for the prefill of others; the busy time of a cell runs from the first request sent
-    to the last token received.
+    Iterations are set against the time in which some request was decoding; each stretch of that time
+    has one iteration before it that only prefilled. The mean counts every iteration alike, those
+    of a thinning batch at a cell's end too, and holds the prefill of others.
     """
     labels = list(_GROUPS)
-    spans = {
-        str(row["cell_id"]): (float(row["start_s"]), float(row["end_s"]))
-        for row in run.requests.filter(pl.col("status") == "ok")
-        .group_by("cell_id")
-        .agg(pl.col("sent_s").min().alias("start_s"), pl.col("last_token_s").max().alias("end_s"))
-        .drop_nulls()
-        .iter_rows(named=True)
-    }
     counted: list[dict[str, Any]] = []
     if run.has("scrapes"):
+        decoding = {
+            str(cell_id): group.select("first_token_s", "last_token_s").rows()
+            for (cell_id,), group in run.requests.filter(
+                pl.col("first_token_s").is_not_null() & pl.col("last_token_s").is_not_null()
+            ).group_by("cell_id")
+        }
         ordered = run.table("scrapes").sort("cell_id", "scrape")
         for (cell_id,), group in ordered.group_by("cell_id", maintain_order=True):
-            if group.height < 2 or str(cell_id) not in spans:
+            if group.height < 2 or str(cell_id) not in decoding:
                 continue
-            steps = Window.over([parse(body) for body in group["body"]]).engine_iterations
-            start_s, end_s = spans[str(cell_id)]
-            if steps:
-                counted.append({"cell_id": cell_id, "busy_s": end_s - start_s, "num_engine_steps": steps})
+            iterations = Window.over([parse(body) for body in group["body"]]).engine_iterations
+            busy_s, stretches = _covered(decoding[str(cell_id)])
+            if iterations is not None and iterations > stretches:
+                counted.append(
+                    {"cell_id": cell_id, "busy_s": busy_s, "num_engine_steps": iterations - stretches}
+                )
     by_counter = (
         pl.DataFrame(
             counted, schema={"cell_id": pl.String(), "busy_s": pl.Float64(), "num_engine_steps": pl.Int64()}
         )
-        .join(cells.drop("arm"), on="cell_id", how="left")
-        .join(run.requests.group_by("cell_id").agg(pl.col("arm").first()), on="cell_id", how="left")
+        .join(cells, on="cell_id", how="left")
         .group_by(labels)
         .agg(pl.col("busy_s").sum(), pl.col("num_engine_steps").sum())
     )
@@ -860,14 +964,6 @@ def _server_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
         .join(run.requests.select("request_id", *labels), on="request_id", how="inner")
         .group_by(labels)
         .agg(pl.col("chunk_gap_s").mean(), pl.len().cast(pl.Int64).alias("num_gaps"))
-        if run.has("chunks")
-        else pl.DataFrame(
-            schema={
-                **{name: run.requests.schema[name] for name in labels},
-                "chunk_gap_s": pl.Float64(),
-                "num_gaps": pl.Int64(),
-            }
-        )
     )
     unknown = pl.lit(None, pl.Float64())
     by_counter_s = pl.col("busy_s") / pl.col("num_engine_steps")
@@ -883,6 +979,7 @@ def _server_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
             unknown.alias("stall_s"),
             pl.coalesce("num_engine_steps", "num_gaps").alias("num_engine_steps"),
             pl.coalesce(by_counter_s, "chunk_gap_s").alias("cycle_s"),
+            "chunk_gap_s",
             pl.when(by_counter_s.is_not_null())
             .then(pl.lit("engine iterations"))
             .when(pl.col("chunk_gap_s").is_not_null())
@@ -890,6 +987,19 @@ def _server_step_times(run: Run, cells: pl.DataFrame) -> pl.DataFrame:
             .alias("step_source"),
         )
     )
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> tuple[float, int]:
+    """Length of the union of time spans, in seconds, and the number of stretches it is made of."""
+    total, stretches, reached = 0.0, 0, -math.inf
+    for start_s, end_s in sorted(spans):
+        if start_s > reached:
+            stretches += 1
+            total += end_s - start_s
+        else:
+            total += max(0.0, end_s - reached)
+        reached = max(reached, end_s)
+    return total, stretches
 
 
 def _groups(frame: pl.DataFrame, by: Sequence[str]) -> list[tuple[dict[str, Any], pl.DataFrame]]:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
-from specnb import charts, theme
+from specnb import charts, latency, reconciliation, theme
 from specnb.config import Arm
 from specnb.errors import RecordError
 from specnb.provenance import git_sha
@@ -383,6 +383,48 @@ def every_arm(
     return pl.concat(frames, how="diagonal")
 
 
+def acceptance_sources(run: Run) -> View:
+    """Each source of each arm's acceptance, whether they agree, and which one is believed."""
+    frame = reconciliation.acceptance_sources(run).rename({"reason": "note"})
+    return table(frame, caption="sources of acceptance; the headline one is believed")
+
+
+def client_limits(run: Run) -> View:
+    """Cells in which the client, not the server, set the pace; their times are not the server's."""
+    frame = reconciliation.client_limited_cells(run)
+    return table(frame, caption="cells limited by the client")
+
+
+def published(run: Run, speedups: pl.DataFrame, parts: pl.DataFrame) -> View:
+    """The plan's published figures beside this run's, at the same concurrency.
+
+    Parameters
+    ----------
+    run
+        The run.
+    speedups
+        `latency.speedup_table` by arm, sampling and concurrency.
+    parts
+        `latency.decomposition` of the run.
+    """
+    claims = run.plan.published
+    if claims is None:
+        text = "The plan names no published figures."
+        return View(html=f"<p>{text}</p>", text=text)
+    setting = run.plan.sampling[0].name
+    kept = pl.col("sampling") == setting
+    steps = run.labelled("steps").filter(kept, pl.col("num_draft_tokens") > 0)
+    measured = steps.group_by("arm", "concurrency").agg(
+        (1 + pl.col("num_accepted_tokens").sum() / pl.len()).alias("acceptance_length")
+    )
+    frame = latency.claims_table(speedups.filter(kept), parts.filter(kept), claims, acceptance=measured)
+    lead = f"Published: {claims.conditions.rstrip('.')}. Source: {claims.source}"
+    if claims.differences:
+        lead += f". This run differs: {claims.differences.rstrip('.')}."
+    shown = table(frame, caption=f"published and measured ({setting})")
+    return View(html=f"<p>{_escape(lead)}</p>{shown._repr_html_()}", text=f"{lead}\n{shown!r}")
+
+
 def divergence_table(pairs: pl.DataFrame) -> View:
     """The pairs of `equivalence.greedy_pairs` that differ: where, by which tokens, and how close it was."""
     names = (
@@ -521,7 +563,11 @@ def limits(run: Run) -> list[str]:
     if not run.has("tokens"):
         found.append("No token table: entropy and the law of sampled tokens were not measured.")
     if not run.has("engine_steps"):
-        found.append("No engine steps: step times come from the client's side.")
+        found.append(
+            "No engine steps: step times come from the server's count of iterations and from the client."
+            if run.has("scrapes")
+            else "No engine steps: step times come from the client's side."
+        )
     if not run.has("splits"):
         found.append("First divergences were not judged again by the target.")
     if all(setting.temperature > 0 for setting in run.plan.sampling):

@@ -210,6 +210,8 @@ def greedy_splits(requests: pl.DataFrame, plan: Plan) -> pl.DataFrame:
             if reference is None:
                 continue
             own, other = row["output_token_ids"], reference["output_token_ids"]
+            if own is None or other is None:  # the server returned no ids: only texts can be compared
+                continue
             index = first_divergence(own, other)
             if index is not None:
                 splits.append(

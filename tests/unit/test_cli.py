@@ -278,13 +278,12 @@ def test_missing_model_directory(content: dict[str, Any], tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kind", ["vllm"])
-def test_engine_that_is_not_there_yet(
-    specnb: Callable[..., Result], content: dict[str, Any], tmp_path: Path, kind: str
+def test_engine_that_is_not_installed(
+    specnb: Callable[..., Result], content: dict[str, Any], tmp_path: Path
 ) -> None:
-    content["engine"] = {"kind": kind}
+    content["engine"] = {"kind": "vllm", "python": str(tmp_path / "python")}
     result = specnb("run", write(tmp_path / "plan.yaml", content), "--root", tmp_path / "runs")
-    complained(result, f"engine.kind: '{kind}' is not available in this version; use transformers")
+    complained(result, f"engine.python: {tmp_path / 'python'} can't be run (No such file or directory)")
 
 
 def test_engine_setting_out_of_range(

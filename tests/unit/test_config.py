@@ -26,11 +26,15 @@ sampling:
   - {name: greedy, temperature: 0.0, max_tokens: 8}
 load: {concurrency: [1, 2]}
 """
+CLAIM = (
+    "published: {source: s, conditions: c, claims: [\n"
+    "  {arm: a, workload: w, concurrency: 1, acceptance_length: 2.0, baseline_tokens_per_s: 1.0, tokens_per_s: 2.0}]}\n"
+)
 NAME_RULE = "must be 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit"
 MAPPING = "a plan is a mapping of keys (name, target, engine, arms, ...), not"
 ROOT_KEYS = (
     "name, modelled, target, engine, arms, workload, sampling, load, repeats, order, on_error, "
-    "allow_differences, logging, price"
+    "allow_differences, logging, price, published"
 )
 
 
@@ -133,6 +137,7 @@ def test_good_plan_with_its_defaults(tmp_path: Path) -> None:
         "allow_differences": False,
         "logging": {"positions": True, "tokens": True},
         "price": None,
+        "published": None,
     }
     assert plan.baseline.name == "baseline"
 
@@ -441,6 +446,38 @@ VALUES = [
     (
         swapped("{concurrency", "{cell_timeout_s: 0, concurrency"),
         ":10: load.cell_timeout_s: must be above 0, got 0",
+    ),
+    (
+        GOOD + "published: {source: 3, conditions: c, claims: []}\n",
+        ":11: published.source: must be text, in quotes if need be, got 3",
+    ),
+    (
+        GOOD + "published: {source: s, conditions: c, claims: []}\n",
+        ":11: published.claims: is empty; give at least one",
+    ),
+    (
+        GOOD + CLAIM.replace("conditions: c", "conditions: 3"),
+        ":11: published.conditions: must be text, in quotes if need be, got 3",
+    ),
+    (
+        GOOD + CLAIM.replace("conditions: c", "conditions: c, differences: 3"),
+        ":11: published.differences: must be text, in quotes if need be, got 3",
+    ),
+    (
+        GOOD + CLAIM.replace("arm: a", "arm: baseline"),
+        ":12: published.claims[0].arm: 'baseline' is no arm that speculates (a); name one",
+    ),
+    (
+        GOOD + CLAIM.replace("acceptance_length: 2.0", "acceptance_length: 0.5"),
+        ":12: published.claims[0].acceptance_length: must be at least 1, got 0.5",
+    ),
+    (
+        GOOD + CLAIM.replace("baseline_tokens_per_s: 1.0", "baseline_tokens_per_s: 0"),
+        ":12: published.claims[0].baseline_tokens_per_s: must be above 0, got 0",
+    ),
+    (
+        GOOD + CLAIM.replace(", tokens_per_s: 2.0", ", tokens_per_s: -1"),
+        ":12: published.claims[0].tokens_per_s: must be above 0, got -1",
     ),
     (
         swapped("{kind: simulated}", "{kind: simulated, python: 3}"),

@@ -11,6 +11,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from specnb import latency, schema
+from specnb.config import Published
 from specnb.records import Run
 
 BY = ["arm", "entropy_tier", "sampling", "concurrency"]
@@ -668,3 +669,152 @@ def test_simulated_run_decomposes_and_its_intervals_hold_the_truth(simulated_run
             for side in (arm, base)
         ]
         assert row["value"] == pytest.approx(rates[0] / rates[1], abs=1e-9)
+
+
+# Servers and published figures
+
+
+def served(iterations):
+    """Baseline: two requests of 5 tokens, 0.1 s apart; arm: 5 tokens in chunks of 1, 2, 2, 0.15 s apart."""
+    requests, chunks, steps = [], [], []
+    for arm, counts, gap in (("base", (1, 1, 1, 1, 1), 0.1), ("draft", (1, 2, 2), 0.15)):
+        for number, name in enumerate(("a", "b")):
+            start = 1.0 + number * 10
+            times = [start + 0.5 + gap * chunk for chunk in range(len(counts))]
+            requests.append(
+                request(
+                    arm=arm,
+                    cell_id=f"{arm}.low.c1.r0",
+                    concurrency=1,
+                    request_id=f"{arm}-{name}",
+                    prompt_id=name,
+                    sent_s=start,
+                    first_token_s=times[0],
+                    last_token_s=times[-1],
+                    num_output_tokens=5,
+                )
+            )
+            chunks += [
+                {
+                    "run_id": "run",
+                    "request_id": f"{arm}-{name}",
+                    "chunk": i,
+                    "received_s": at,
+                    "num_tokens": n,
+                }
+                for i, (at, n) in enumerate(zip(times, counts, strict=True))
+            ]
+            drafted = 1 if arm == "draft" else 0
+            steps += [
+                step(arm, name, i, None, drafted=drafted, accepted=count - 1)
+                | {"cell_id": f"{arm}.low.c1.r0"}
+                for i, count in enumerate(counts[1:])
+            ]
+    bodies = {
+        arm: [f"vllm:iteration_tokens_total_count {value}\n" for value in (7, 7, 7 + count, 7 + count)]
+        for arm, count in iterations.items()
+    }
+    scrapes = [
+        {
+            "run_id": "run",
+            "arm": arm,
+            "cell_id": f"{arm}.low.c1.r0",
+            "scrape": number,
+            "scraped_s": float(number),
+            "body": "# TYPE vllm:iteration_tokens_total histogram\n"
+            'vllm:iteration_tokens_total_bucket{le="+Inf"} ' + body.split()[-1] + "\n" + body,
+        }
+        for arm, found in bodies.items()
+        for number, body in enumerate(found)
+    ]
+    run = run_of(requests, steps, [])
+    run._tables["chunks"] = pl.DataFrame(chunks, schema=schema.CHUNKS.polars_schema)
+    run._tables["scrapes"] = pl.DataFrame(scrapes, schema=schema.SCRAPES.polars_schema)
+    run.cells = ({"files": {"scrapes": {}, "chunks": {}} if scrapes else {"chunks": {}}},)
+    return run
+
+
+def test_step_times_of_a_server_come_from_its_iterations():
+    # 2 requests: one prefill iteration each, then 4 steps (baseline) or 2 (arm).
+    row = latency.decomposition(served({"base": 10, "draft": 6}), baseline="base").row(0, named=True)
+    assert row["step_source"] == "engine iterations"
+    assert row["baseline_step_s"] == pytest.approx(0.1)
+    assert row["cycle_s"] == pytest.approx(0.15)
+    assert (row["baseline_num_engine_steps"], row["num_engine_steps"]) == (8, 4)
+    assert (row["draft_s"], row["verify_s"], row["stall_s"]) == (None, None, None)
+    assert row["tokens_per_target_step"] == 2.0
+    assert row["decode_speedup"] == pytest.approx(0.1 / 0.075)
+    assert row["residual"] == pytest.approx(0)
+
+
+def test_iterations_that_no_request_accounts_for_show_in_the_residual():
+    row = latency.decomposition(served({"base": 10, "draft": 10}), baseline="base").row(0, named=True)
+    assert row["cycle_s"] == pytest.approx(0.6 / 8)
+    assert row["residual"] == pytest.approx(-0.5)
+
+
+def test_without_counters_step_times_are_chunk_gaps():
+    row = latency.decomposition(served({}), baseline="base").row(0, named=True)
+    assert row["step_source"] == "chunk gaps"
+    assert (row["baseline_step_s"], row["cycle_s"]) == pytest.approx((0.1, 0.15))
+
+
+def test_published_figures_beside_measured_ones():
+    published = Published.model_validate(
+        {
+            "source": "s",
+            "conditions": "c",
+            "claims": [
+                {
+                    "arm": "draft",
+                    "workload": "GSM8K",
+                    "concurrency": 1,
+                    "acceptance_length": 5.0,
+                    "baseline_tokens_per_s": 50.0,
+                    "tokens_per_s": 200.0,
+                },
+                {
+                    "arm": "draft",
+                    "workload": "GSM8K",
+                    "concurrency": 8,
+                    "baseline_tokens_per_s": 50.0,
+                    "tokens_per_s": 75.0,
+                },
+            ],
+        }
+    )
+    speedups = pl.DataFrame(
+        {
+            "arm": ["draft"],
+            "concurrency": [1],
+            "metric": ["throughput_speedup"],
+            "value": [1.3],
+            "low": [1.2],
+            "high": [1.4],
+        }
+    )
+    parts = latency.decomposition(served({"base": 10, "draft": 6}), baseline="base")
+    acceptance = pl.DataFrame({"arm": ["draft"], "concurrency": [1], "acceptance_length": [2.0]})
+    first, second = latency.claims_table(speedups, parts, published, acceptance=acceptance).to_dicts()
+    assert first["published_speedup"] == 4.0
+    assert (first["speedup"], first["low"], first["high"]) == (1.3, 1.2, 1.4)
+    assert first["outside"] is True
+    assert first["published_cycle_ratio"] == 1.25
+    assert first["cycle_ratio"] == pytest.approx(1.5)
+    assert first["from_acceptance"] == pytest.approx(0.4)
+    assert first["from_cycle"] == pytest.approx(1.25 / 1.5)
+    assert second["published_speedup"] == 1.5
+    assert {second[name] for name in ("speedup", "cycle_ratio", "from_acceptance", "outside")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("spans", "covered"),
+    [
+        ([], (0.0, 0)),
+        ([(0.0, 1.0), (2.0, 3.0)], (2.0, 2)),
+        ([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0)], (5.0, 1)),
+        ([(0.0, 1.0), (1.0, 2.0)], (2.0, 1)),
+    ],
+)
+def test_time_covered_by_spans(spans, covered):
+    assert latency._covered(spans) == covered
