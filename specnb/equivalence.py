@@ -149,8 +149,9 @@ class Outcome:
     """The judgement on one arm: one of `OUTCOMES`, and why.
 
     `num_prompts` counts the distinct prompts whose greedy answers were compared: those with a draft or with
-    a difference. `num_mismatched` of them differ in text, `num_clear` at a clear margin, and
-    `num_clear_excused` of the clear ones only where the baseline parts from itself as well; `match` is the
+    a difference. `num_mismatched` of them differ in text, `num_clear` at a clear margin, `num_unknown` at
+    none that is known (and at no clear one), and `num_clear_excused` of the clear ones only where the
+    baseline parts from itself as well; `match` is the
     exact-match rate of each prompt's first pair with its Wilson interval.
     """
 
@@ -163,6 +164,7 @@ class Outcome:
     num_clear_excused: int
     match: Estimate | None
     near_tie_nats: float
+    num_unknown: int = 0
     not_measured: tuple[str, ...] = ()
 
 
@@ -1072,6 +1074,7 @@ def judge_equivalence(
     minimum_prompts: int = 20,
     significance: float = 0.01,
     level: float = 0.95,
+    activity: pl.DataFrame | None = None,
 ) -> Outcome:
     """Judges whether an arm's answers are the target's.
 
@@ -1088,6 +1091,8 @@ def judge_equivalence(
         Level of the tests on sampled answers and scores, after Holm's correction, and of excess mismatch.
     level
         Of the interval of the exact-match rate.
+    activity
+        From `draft_activity`, if it is at hand.
 
     Returns
     -------
@@ -1133,7 +1138,8 @@ def judge_equivalence(
         return outcome("refused", (wrong_temperature,))
 
     own = run.requests.filter(pl.col("arm") == arm)
-    activity = draft_activity(run).filter(pl.col("arm") == arm)
+    activity = draft_activity(run) if activity is None else activity
+    activity = activity.filter(pl.col("arm") == arm)
     active = _active_settings(activity)
     if not active:
         return outcome("inconclusive", (f"no request of {arm} was answered",))
@@ -1205,7 +1211,12 @@ def judge_equivalence(
         all_clear = set(pairs.filter(pl.col("split_class") == "clear")["prompt_id"])
         clear = {row["prompt_id"] for row in blamed if row["split_class"] == "clear"}
         unknown = {row["prompt_id"] for row in blamed if row["split_class"] == "unknown"} - clear
-        facts |= {"num_clear": len(all_clear), "num_clear_excused": len(all_clear - clear)}
+        all_unknown = set(pairs.filter(pl.col("split_class") == "unknown")["prompt_id"])
+        facts |= {
+            "num_clear": len(all_clear),
+            "num_clear_excused": len(all_clear - clear),
+            "num_unknown": len(all_unknown - all_clear),
+        }
         if clear:
             worst = max(
                 (row for row in blamed if row["split_class"] == "clear"),

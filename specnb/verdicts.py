@@ -27,16 +27,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specnb.acceptance import suffix_decay
 from specnb.config import Arm
 from specnb.equivalence import (
+    GUESSED_STEPS,
+    LOSSY_METHODS,
     Outcome,
     cached_share,
+    draft_activity,
     judge_equivalence,
     near_tie_threshold,
     not_comparable,
     refusal,
+    setting_differences,
     speculating_arms,
 )
 from specnb.errors import PlanError
 from specnb.latency import latency_quantiles, speedup_table
+from specnb.prometheus import INACTIVE
+from specnb.reconciliation import IN_PROCESS, client_limited_cells, prefix_cache_table, server_tokens
 from specnb.records import Run
 from specnb.stats import Estimate, cluster_bootstrap, cluster_sums, wilson_estimate
 
@@ -52,6 +58,10 @@ FINAL_VERDICTS: Final = (
 EXIT_ADOPT: Final = 0
 EXIT_DO_NOT_ADOPT: Final = 1
 EXIT_UNDECIDED: Final = 3
+
+NEVER_SERVED: Final = ("server_start", "connect")
+"""`error_kind` of requests that no server has ever seen."""
+SPEEDUP_QUESTION: Final = "Is it faster than the target alone, and up to which concurrency?"
 
 Rate = Annotated[float, Field(ge=0, le=1)]
 
@@ -118,6 +128,8 @@ class Claim:
         Largest concurrency up to which the claim holds; None where that has no meaning.
     not_measured
         What the question would also need and the run does not hold.
+    by_load
+        The estimate at every sampling setting and concurrency, where the claim has them.
     """
 
     arm: str
@@ -131,6 +143,7 @@ class Claim:
     reasons: tuple[str, ...] = ()
     max_concurrency: int | None = None
     not_measured: tuple[str, ...] = field(default=())
+    by_load: tuple[tuple[str, int, Estimate], ...] = field(default=())
 
     def __post_init__(self) -> None:
         if not self.question.endswith("?"):
@@ -193,9 +206,9 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
     """Whether later drafts in a block are accepted less often, given that they are reached; one claim an arm.
 
     Supported if the whole interval of the logit slope is below 0; not supported if all of it is above
-    `-negligible_slope`; else inconclusive. Blocks of all texts are pooled, so that a slope above 0 can come
-    from easy texts alone reaching the later positions. Judged on the first sampling setting in which the
-    arm drafted.
+    `-negligible_slope`; refused if acceptance was an input of a modelled run; else inconclusive. Blocks of
+    all texts are pooled, so that a slope above 0 can come from easy texts alone reaching the later
+    positions. Judged on the first sampling setting in which the arm drafted.
 
     Parameters
     ----------
@@ -207,11 +220,15 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
     policy = policy or Policy()
     question = "Does the chance of acceptance fall along the draft block?"
     claims = []
+    activity = draft_activity(run)
     for arm in speculating_arms(run.plan):
+        if given := _given_acceptance(run, arm):
+            claims.append(_refused(arm.name, question, "suffix decay", given))
+            continue
         problem = _unusable(run, arm)
-        steps = _drafted_steps(run, arm.name)
+        steps = _drafted_steps(run, arm.name, activity)
         if problem or steps.is_empty():
-            reason = problem or _inactive(run, arm.name)
+            reason = problem or _no_steps(run, arm.name, activity)
             claims.append(_without_estimate(arm.name, question, "suffix decay", reason))
             continue
         sampling = steps["sampling"][0]
@@ -219,6 +236,14 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
         rng = _generator(policy, "suffix decay", arm.name)
         row = suffix_decay(steps, by=(), level=policy.level, rng=rng).row(0, named=True)
         estimate = _estimate(row)
+        reached = (
+            f"{estimate.n:,} draft positions that were reached, of {estimate.n_clusters} prompts "
+            f"({sampling}, {_concurrency(steps)}"
+        )
+        if estimate.value is None:
+            reason = f"no slope can be fitted to {reached}): {estimate.reason}"
+            claims.append(_without_estimate(arm.name, question, "suffix decay", reason))
+            continue
         verdict = _falls(estimate, minimum_gap=policy.negligible_slope)
         said = {
             "supported": "later drafts are accepted less often",
@@ -237,15 +262,14 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
                 verdict=verdict,
                 sentence=(
                     f"{arm.name}: {said}: the logit of the conditional acceptance rate changes by "
-                    f"{_number(estimate, '+.3f')} a position over {estimate.n:,} draft positions that "
-                    f"were reached, of {estimate.n_clusters} prompts ({sampling}, {_concurrency(steps)}; "
-                    f"decay is supported below 0 and ruled out above {-policy.negligible_slope:g})."
+                    f"{_number(estimate, '+.3f')} a position over {reached}; decay is supported below 0 and "
+                    f"ruled out above {-policy.negligible_slope:g})."
                 ),
                 estimate=estimate,
                 threshold=0.0,
                 n=estimate.n,
                 chart="suffix decay",
-                reasons=_estimate_reasons(estimate),
+                reasons=(*_estimate_reasons(estimate), *_guessed(run, steps)),
             )
         )
     return tuple(claims)
@@ -256,8 +280,9 @@ def entropy_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
 
     The estimate is the conditional acceptance rate in the lower half of the target's entropies minus that
     in the upper half (halves of the arm's tried tokens; without a tokens table, the lowest entropy tier
-    against the highest). Supported if its interval is above 0; not supported if it is below
-    `negligible_hit_rate_gap`; else inconclusive.
+    against the highest; tiers are labels of prompts, not measured). Supported if its interval is above 0;
+    not supported if it is below `negligible_hit_rate_gap`; refused if acceptance was an input of a
+    modelled run; else inconclusive.
 
     Parameters
     ----------
@@ -269,11 +294,15 @@ def entropy_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
     policy = policy or Policy()
     question = "Do drafts hit less often where the target is less certain?"
     claims = []
+    activity = draft_activity(run)
     for arm in speculating_arms(run.plan):
+        if given := _given_acceptance(run, arm):
+            claims.append(_refused(arm.name, question, "entropy", given))
+            continue
         problem = _unusable(run, arm)
-        tried, split = _tried_by_certainty(run, arm.name)
+        tried, certain, rest = _tried_by_certainty(run, arm.name, activity)
         if problem or tried.is_empty():
-            reason = problem or split or _inactive(run, arm.name)
+            reason = problem or certain or _no_steps(run, arm.name, activity)
             claims.append(_without_estimate(arm.name, question, "entropy", reason))
             continue
         estimate = _hit_rate_gap(tried, policy, _generator(policy, "entropy", arm.name))
@@ -295,8 +324,8 @@ def entropy_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
                 question=question,
                 verdict=verdict,
                 sentence=(
-                    f"{arm.name}: {said}: the hit rate is {_rate(rate.get(True))} in the {split} "
-                    f"and {_rate(rate.get(False))} in the rest, a gap of {_number(estimate, '+.3f')} over "
+                    f"{arm.name}: {said}: the hit rate is {_rate(rate.get(True))} in the {certain} "
+                    f"and {_rate(rate.get(False))} in the {rest}, a gap of {_number(estimate, '+.3f')} over "
                     f"{estimate.n:,} tried tokens of {estimate.n_clusters} prompts ({_concurrency(tried)}; "
                     f"supported above 0, ruled out below {policy.negligible_hit_rate_gap:g})."
                 ),
@@ -321,6 +350,11 @@ def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
     inconclusive. The estimate of a supported claim is the one with the worst lower end up to
     `max_concurrency`, whatever the concurrency in question.
 
+    A concurrency is not judged, and named, if no repeat of it is fit for timing (`unfit_cells`), if the
+    baseline answered nothing at it or if fewer than `minimum_prompts` prompts took part; then the next one
+    is the lowest. Where the arm failed (the interval of its error rate is above `max_error_rate`), nothing
+    is certified at it or above. Failed requests are in no ratio; the sentence counts them.
+
     Parameters
     ----------
     run
@@ -329,15 +363,86 @@ def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
         Thresholds; defaults if None.
     """
     policy = policy or Policy()
-    question = "Is it faster than the target alone, and up to which concurrency?"
     claims = []
+    activity, unfit = draft_activity(run), unfit_cells(run)
     for arm in speculating_arms(run.plan):
         problem = _unusable(run, arm)
         if problem:
-            claims.append(_without_estimate(arm.name, question, "speedup", problem))
+            claims.append(_without_estimate(arm.name, SPEEDUP_QUESTION, "speedup", problem))
             continue
-        claims.append(_speedup_claim(run, arm.name, question, policy))
+        claims.append(_speedup_claim(run, arm, activity, unfit, policy))
     return tuple(claims)
+
+
+def unfit_cells(run: Run) -> pl.DataFrame:
+    """Cells of a server run whose times measure something else than the server at their load.
+
+    Returns
+    -------
+    pl.DataFrame
+        Grain: cell x kind. Columns: cell_id, arm, concurrency, sampling, repeat, kind: `client_limited` (the
+        client set the pace), `prefix_cache` (prompts came from an earlier cell's cache, or another share
+        of them than in the baseline), `foreign_traffic` (the server generated more tokens than were
+        asked for here) or `lost_tokens` (fewer: another process answered); reason. Empty for in-process
+        engines.
+    """
+    found = [
+        *((cell, "client_limited", reason) for cell, reason in _reasons(client_limited_cells(run))),
+        *(
+            (cell, "prefix_cache", reason)
+            for cell, reason in _reasons(prefix_cache_table(run).filter("contaminated"))
+        ),
+        *(
+            (cell, reason.partition(":")[0], reason)
+            for cell, reason in _reasons(server_tokens(run).filter(~pl.col("agrees")))
+        ),
+    ]
+    by_id = {cell["cell_id"]: cell for cell in run.cells}
+    names = ("arm", "concurrency", "sampling", "repeat")
+    return pl.DataFrame(
+        [
+            (cell, *(by_id[cell][name] for name in names), kind, reason.partition(": ")[2] or reason)
+            if kind != "prefix_cache"
+            else (cell, *(by_id[cell][name] for name in names), kind, reason)
+            for cell, kind, reason in found
+        ],
+        schema={
+            "cell_id": pl.String,
+            "arm": pl.String,
+            "concurrency": pl.Int64,
+            "sampling": pl.String,
+            "repeat": pl.Int64,
+            "kind": pl.String,
+            "reason": pl.String,
+        },
+        orient="row",
+    )
+
+
+def fit_requests(run: Run, *, unfit: pl.DataFrame | None = None) -> pl.DataFrame:
+    """Requests from which speedups may be taken: all, less those of `unfit_cells` and of their partners.
+
+    A repeat at one sampling setting and concurrency is dropped whole, tiers together, so that arms and
+    repeats keep the same mix of prompts; if it is the baseline's, it is dropped in every arm.
+
+    Parameters
+    ----------
+    run
+        A run.
+    unfit
+        From `unfit_cells`, if it is at hand.
+    """
+    unfit = unfit_cells(run) if unfit is None else unfit
+    place = ["concurrency", "sampling", "repeat"]
+    own = unfit.select("arm", *place)
+    theirs = unfit.filter(pl.col("arm") == run.plan.baseline.name).select(place)
+    return run.requests.join(own, on=["arm", *place], how="anti", maintain_order="left").join(
+        theirs, on=place, how="anti", maintain_order="left"
+    )
+
+
+def _reasons(frame: pl.DataFrame) -> list[tuple[str, str]]:
+    return [(str(cell), str(reason)) for cell, reason in frame.select("cell_id", "reason").iter_rows()]
 
 
 def equivalence_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
@@ -355,20 +460,22 @@ def equivalence_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, 
     specnb.equivalence.judge_equivalence : the rules.
     """
     policy = policy or Policy()
-    return tuple(_equivalence_claim(run, arm.name, policy) for arm in speculating_arms(run.plan))
+    activity = draft_activity(run)
+    return tuple(_equivalence_claim(run, arm.name, activity, policy) for arm in speculating_arms(run.plan))
 
 
 def final_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
     """Whether to put an arm in front of its target; one claim an arm.
 
-    In this order: `inconclusive` if the run is unfinished, modelled, or its arms can't be compared;
-    `do not adopt` if answers are not equivalent or if the whole interval of the error rate is above
-    `max_error_rate` and above the baseline's; `inconclusive` if nothing was drafted in the judged requests
-    or fewer than `minimum_prompts` prompts took part; `do not adopt` if the speedup is not supported;
-    `inconclusive` if the speedup is; `canary first` if equivalence is inconclusive, there
-    are fewer than `minimum_repeats` repeats, or errors, the latency tail or answer lengths are outside the
-    policy; else `adopt`, or `adopt up to concurrency N` if the speedup was not shown at the highest
-    measured concurrency.
+    In this order: `inconclusive` if the run is modelled (whatever its speedups: acceptance or weights were
+    inputs), unfinished, its arms can't be compared, or no server of the arm was ever there; `do not adopt`
+    if answers are not equivalent or if the whole interval of the error rate is above `max_error_rate` and
+    above the baseline's; `inconclusive` if nothing was drafted in the judged requests, no load is fit for
+    timing or fewer than `minimum_prompts` prompts took part; `do not adopt` if the speedup is not
+    supported; `inconclusive` if the speedup is; `canary first` if equivalence is inconclusive, there are
+    fewer than `minimum_repeats` repeats fit for timing, errors, the latency tail or answer lengths are
+    outside the policy, or a load below the one reached was not judged or did not speculate; else `adopt`,
+    or `adopt up to concurrency N` if the speedup was not shown at the highest measured concurrency.
 
     Parameters
     ----------
@@ -468,36 +575,110 @@ def _exit_code(arm: Mapping[str, Any], policy: Policy) -> int:
     return EXIT_ADOPT if reached else EXIT_UNDECIDED
 
 
-def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """What is known of each concurrency: `gaps` are not judged, at `failed` ones the arm did not hold up."""
+
+    levels: tuple[int, ...]
+    gaps: Mapping[int, str]
+    failed: Mapping[int, str]
+
+    @property
+    def judged(self) -> list[int]:
+        return [level for level in self.levels if level not in self.gaps and level not in self.failed]
+
+    def problem(self, level: int) -> str | None:
+        return self.gaps.get(level) or self.failed.get(level)
+
+    def told(self, levels: Sequence[int]) -> list[str]:
+        """The gaps among `levels`, those of one reason together."""
+        reasons: dict[str, list[int]] = {}
+        for level in levels:
+            if level in self.gaps:
+                reasons.setdefault(self.gaps[level], []).append(level)
+        return [f"concurrency {_listed(found)} ({reason})" for reason, found in reasons.items()]
+
+
+def _loads(
+    run: Run, arm: str, fit: pl.DataFrame, unfit: pl.DataFrame, headline: pl.DataFrame, policy: Policy
+) -> _Loads:
+    baseline = run.plan.baseline.name
+    pair = pl.col("arm").is_in([arm, baseline])
+    requests = run.requests.filter(pair)
+    gaps: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    for (level, sampling), group in requests.group_by("concurrency", "sampling", maintain_order=True):
+        level = int(str(level))
+        own, other = (group.filter(pl.col("arm") == name) for name in (arm, baseline))
+        if own.is_empty():
+            continue
+        here = (pl.col("concurrency") == level) & (pl.col("sampling") == sampling)
+        share = wilson_estimate(_num_failed(own), own.height, level=policy.level)
+        if fit.filter(here, pl.col("arm") == arm).is_empty():
+            cell = unfit.filter(here, pair).row(0, named=True)
+            gaps[level] = f"{cell['kind']} in {cell['cell_id']}: {cell['reason'].partition(';')[0]}"
+        elif share.low is not None and share.low > policy.max_error_rate:
+            failed[level] = f"{_failures(own)} at concurrency {level}"
+        elif _num_failed(other) == other.height:
+            gaps[level] = f"the baseline answered none of its {other.height} requests there"
+    few: dict[int, int] = {}
+    for row in headline.filter(pl.col("n_clusters") < policy.minimum_prompts).iter_rows(named=True):
+        level = row["concurrency"]
+        if level not in gaps and level not in failed:
+            few[level] = min(row["n_clusters"], few.get(level, row["n_clusters"]))
+    if few:
+        counts = sorted({min(few.values()), max(few.values())})
+        reason = f"{' to '.join(map(str, counts))} distinct prompts, {policy.minimum_prompts} are needed"
+        gaps |= dict.fromkeys(few, reason)
+    levels = sorted(set(requests.filter(pl.col("arm") == arm)["concurrency"]))
+    return _Loads(levels=tuple(levels), gaps=gaps, failed=failed)
+
+
+def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFrame, policy: Policy) -> Claim:
+    name, baseline = arm.name, run.plan.baseline.name
+    pair = pl.col("arm").is_in([name, baseline])
+    for who in (name, baseline):
+        asked = run.requests.filter(pl.col("arm") == who)
+        if _num_failed(asked) == asked.height:
+            reason = f"no request of {who} was answered ({_failures(asked)})"
+            return _without_estimate(name, SPEEDUP_QUESTION, "speedup", reason)
+    fit = fit_requests(run, unfit=unfit).filter(pair)
+    if fit.filter(pl.col("status") == "ok")["arm"].n_unique() < 2:
+        first = unfit.filter(pair)["kind"][0] if unfit.filter(pair).height else "failures"
+        cells = unfit.filter(pair)
+        reason = f"no load is fit for timing: {first}"
+        if cells.height:
+            reason += f" in {cells['cell_id'][0]}: {cells['reason'][0].partition(';')[0]}"
+        return _without_estimate(name, SPEEDUP_QUESTION, "speedup", reason)
     table = speedup_table(
-        run.requests.filter(pl.col("arm").is_in([arm, run.plan.baseline.name])),
-        baseline=run.plan.baseline.name,
+        fit,
+        baseline=baseline,
         by=("arm", "sampling", "concurrency"),
         level=policy.level,
-        rng=_generator(policy, "speedup", arm),
+        rng=_generator(policy, "speedup", name),
     )
     headline = table.filter(pl.col("metric") == "throughput_speedup").sort("concurrency", maintain_order=True)
-    if headline.is_empty():
-        return _without_estimate(arm, question, "speedup", "no finished request in both arms")
-    reached = _max_concurrency(headline, policy)
-    levels = sorted(set(headline["concurrency"]))
-    judged = policy.target_concurrency or levels[0]
+    loads = _loads(run, name, fit, unfit, headline, policy)
+    judged = policy.target_concurrency or next(
+        (level for level in loads.levels if level not in loads.gaps), loads.levels[0]
+    )
+    if judged not in loads.levels:
+        reason = f"concurrency {judged} was not measured ({', '.join(map(str, loads.levels))} were)"
+        return _without_estimate(name, SPEEDUP_QUESTION, "speedup", reason)
     rows = headline.filter(pl.col("concurrency") == judged).to_dicts()
+    problem = loads.problem(judged)
     if not rows:
-        return _without_estimate(
-            arm,
-            question,
-            "speedup",
-            f"concurrency {judged} was not measured ({', '.join(map(str, levels))} were)",
-        )
+        reason = problem or f"no request was answered in both arms at concurrency {judged}"
+        return _without_estimate(name, SPEEDUP_QUESTION, "speedup", reason)
+    reached = _max_concurrency(headline, loads, policy)
     first = worst = _worst(rows)
     estimate = _estimate(worst)
-    few = estimate.n_clusters < policy.minimum_prompts
-    if few or estimate.low is None:
+    if problem or estimate.low is None:
         verdict, reached = "inconclusive", None
     elif reached is not None and judged <= reached:
         verdict = "supported"
-        worst = _worst(headline.filter(pl.col("concurrency") <= reached).to_dicts())
+        within = pl.col("concurrency").is_in([level for level in loads.judged if level <= reached])
+        worst = _worst(headline.filter(within).to_dicts())
         estimate = _estimate(worst)
     elif any(row["high"] is not None and row["high"] < policy.minimum_speedup for row in rows):
         verdict = "not supported"
@@ -507,10 +688,11 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
         verdict = "inconclusive"
     also = ""
     if verdict == "supported" and reached is not None:
-        said = f"faster {_where(headline, reached)}"
-        if above := [level for level in levels if level > reached]:
+        shown = headline.filter(pl.col("concurrency").is_in(loads.judged))
+        said = f"faster {_where(shown, reached, all_judged=not loads.gaps)}"
+        if above := [level for level in loads.levels if level > reached and level not in loads.gaps]:
             said += f", not shown at {_listed(above)}"
-        if headline.filter(pl.col("concurrency") <= reached).height > 1:
+        if shown.filter(pl.col("concurrency") <= reached).height > 1:
             said += ": at worst"
         else:
             said += ":"
@@ -518,21 +700,41 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
             also = f"; {_number(_estimate(first), '.2f')} at concurrency {judged} ({first['sampling']})"
     elif verdict == "not supported":
         said = "not faster by the margin asked for:"
+        last = headline.to_dicts()[-1]
+        if last["concurrency"] > worst["concurrency"]:
+            also = f"; {_number(_estimate(last), '.2f')} at concurrency {last['concurrency']}"
+    elif problem:
+        said = f"not judged ({problem}): it showed"
     else:
         said = "the data do not show whether it is faster:"
+    below = [level for level in loads.levels if level in loads.gaps and level < (reached or math.inf)]
+    above = [level for level in loads.levels if level in loads.gaps and level not in below]
+    if not problem and loads.gaps:
+        also += f"; not judged at {'; '.join(loads.told(loads.levels))}"
+    also += _left_out(run, (name, baseline))
+    modelled = "modelled: " if run.modelled else ""
     reasons = [
-        f"{row['sampling']} at concurrency {row['concurrency']}: {_number(_estimate(row), '.2f')}"
-        for row in headline.iter_rows(named=True)
+        *([problem] if problem else []),
+        *(
+            f"{row['sampling']} at concurrency {row['concurrency']}: {_number(_estimate(row), '.2f')}"
+            for row in headline.iter_rows(named=True)
+        ),
+        *_length_reasons(table, policy),
+        *(f"not judged at {text}" for text in loads.told(below) if text and not problem),
+        *(f"beyond that, not judged at {text}" for text in loads.told(above) if not problem),
+        *(text for text in loads.failed.values() if text != problem),
+        *_dropped(run, fit, pair, loads),
+        *_dirty(run, name),
+        *_off(activity, name, headline),
+        *_setting_notes(run, name),
+        *_forced_lengths(run),
     ]
-    if few:
-        reasons.insert(0, f"{estimate.n_clusters} distinct prompts, {policy.minimum_prompts} are needed")
-    reasons += _length_reasons(table, policy)
     return Claim(
-        arm=arm,
-        question=question,
+        arm=name,
+        question=SPEEDUP_QUESTION,
         verdict=verdict,
         sentence=(
-            f"{arm}: {said} {_number(estimate, '.2f')} times the baseline's tokens a second at "
+            f"{name}: {modelled}{said} {_number(estimate, '.2f')} times the baseline's tokens a second at "
             f"concurrency {worst['concurrency']} ({worst['sampling']}, {estimate.n} requests of "
             f"{estimate.n_clusters} prompts, {estimate.method}; the lower end must reach "
             f"{policy.minimum_speedup:g}){also}."
@@ -543,7 +745,108 @@ def _speedup_claim(run: Run, arm: str, question: str, policy: Policy) -> Claim:
         chart="speedup",
         reasons=(*_estimate_reasons(estimate), *reasons),
         max_concurrency=reached,
+        by_load=tuple(
+            (row["sampling"], row["concurrency"], _estimate(row)) for row in headline.iter_rows(named=True)
+        ),
     )
+
+
+def _num_failed(requests: pl.DataFrame) -> int:
+    return requests.filter(pl.col("status") != "ok").height
+
+
+def _failures(requests: pl.DataFrame) -> str:
+    """`3 of 48 requests failed (disconnected 2, http_500 1)`."""
+    kinds = (
+        requests.filter(pl.col("status") != "ok")
+        .with_columns(pl.coalesce("error_kind", "status").alias("kind"))
+        .group_by("kind")
+        .len()
+        .sort(["len", "kind"], descending=[True, False])
+    )
+    named = ", ".join(f"{kind} {count}" for kind, count in kinds.iter_rows())
+    return f"{_num_failed(requests)} of {requests.height} requests failed" + (f" ({named})" if named else "")
+
+
+def _left_out(run: Run, arms: Sequence[str]) -> str:
+    """How many failed requests a ratio leaves out; empty without one."""
+    parts = []
+    for name in arms:
+        own = run.requests.filter(pl.col("arm") == name)
+        if failed := _num_failed(own):
+            parts.append(f"{failed} of {own.height} requests of {name}")
+    return f"; {' and '.join(parts)} failed and are in no ratio" if parts else ""
+
+
+def _dirty(run: Run, arm: str) -> list[str]:
+    """Cells of an arm or the baseline with failures, the worst named."""
+    found = []
+    for name in (arm, run.plan.baseline.name):
+        own = run.requests.filter(pl.col("arm") == name)
+        cells = own.group_by("cell_id", maintain_order=True).agg(failed=(pl.col("status") != "ok").sum())
+        dirty = cells.filter(pl.col("failed") > 0).sort("failed", descending=True, maintain_order=True)
+        if dirty.height:
+            worst = dirty["cell_id"][0]
+            found.append(
+                f"dirty: {dirty.height} of {cells.height} cells of {name} have failures, most in {worst} "
+                f"({_failures(own.filter(pl.col('cell_id') == worst))})"
+            )
+    return found
+
+
+def _dropped(run: Run, fit: pl.DataFrame, pair: pl.Expr, loads: _Loads) -> list[str]:
+    """Repeats that were left out at loads that are judged by their others."""
+    place = ["sampling", "concurrency", "repeat"]
+    lost = run.requests.filter(pair).select(place).unique(maintain_order=True)
+    lost = lost.join(fit.select(place).unique(), on=place, how="anti", maintain_order="left")
+    lost = lost.filter(~pl.col("concurrency").is_in(list(loads.gaps)))
+    return [
+        f"repeat {repeat} at concurrency {concurrency} ({sampling}) is left out: unfit for timing"
+        for sampling, concurrency, repeat in lost.iter_rows()
+    ]
+
+
+def _off(activity: pl.DataFrame, arm: str, headline: pl.DataFrame) -> list[str]:
+    """Loads at which the arm did not speculate, with the speedup that it shows all the same."""
+    off = activity.filter(pl.col("arm") == arm, ~pl.col("active"))
+    ratios = headline.select("sampling", "concurrency", "value")
+    found = off.join(ratios, on=["sampling", "concurrency"], how="inner", maintain_order="left")
+    return [
+        f"speculation was off at concurrency {row['concurrency']} ({row['sampling']}; {row['reason']}): "
+        f"{row['value']:.2f} times the baseline" + (", slower than without" if row["value"] < 1 else "")
+        for row in found.filter(pl.col("value").is_not_null()).iter_rows(named=True)
+    ]
+
+
+def _setting_notes(run: Run, arm: str) -> list[str]:
+    notes = [
+        f"the servers also differ in {difference}"
+        + (" (a drafter changes this; engine.args can match the baseline)" if difference.follows else "")
+        for difference in setting_differences(run, arm=arm)
+    ]
+    own, other = (_kv_cache_tokens(run, name) for name in (arm, run.plan.baseline.name))
+    if own and other and abs(own / other - 1) > 0.01:
+        notes.append(
+            f"the KV cache holds {own:,} tokens beside the drafter and {other:,} in the baseline "
+            f"({own / other - 1:+.1%})"
+        )
+    return notes
+
+
+def _kv_cache_tokens(run: Run, arm: str) -> int | None:
+    """Smallest KV cache that an arm's servers had, in tokens."""
+    sizes = [(cell.get("server") or {}).get("kv_cache_tokens") for cell in run.cells if cell["arm"] == arm]
+    return min((int(size) for size in sizes if size), default=None)
+
+
+def _forced_lengths(run: Run) -> list[str]:
+    forced = [setting.name for setting in run.plan.sampling if setting.ignore_eos]
+    if not forced:
+        return []
+    return [
+        f"ignore_eos under {_listed(forced)}: answers run to their caps, past their natural end; acceptance "
+        "there is not that of real traffic"
+    ]
 
 
 def _worst(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -551,7 +854,7 @@ def _worst(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min(rows, key=lambda row: -math.inf if row["low"] is None else row["low"])
 
 
-def _where(measured: pl.DataFrame, reached: int) -> str:
+def _where(measured: pl.DataFrame, reached: int, *, all_judged: bool = True) -> str:
     """The loads up to `reached` in words, by sampling setting where the settings were not measured alike."""
     levels = sorted(set(measured["concurrency"]))
     loads = {
@@ -559,10 +862,11 @@ def _where(measured: pl.DataFrame, reached: int) -> str:
         for (sampling,), group in measured.group_by("sampling", maintain_order=True)
     }
     alike = all(found == levels for found in loads.values())
+    what = "measured" if all_judged else "judged"
     if len(levels) == 1:
-        return f"at concurrency {reached}, the only one measured"
+        return f"at concurrency {reached}, the only one {what}"
     if alike and reached == levels[-1]:
-        return f"at every measured concurrency ({_listed(levels)})"
+        return f"at every {what} concurrency ({_listed(levels)})"
     if alike:
         return f"up to concurrency {reached}"
     shown = [
@@ -570,17 +874,20 @@ def _where(measured: pl.DataFrame, reached: int) -> str:
         for sampling, found in loads.items()
         if found[0] <= reached
     ]
-    return f"where it was measured up to concurrency {reached} ({'; '.join(shown)})"
+    return f"where it was {what} up to concurrency {reached} ({'; '.join(shown)})"
 
 
-def _max_concurrency(headline: pl.DataFrame, policy: Policy) -> int | None:
-    """Largest concurrency such that the worst lower end reaches the minimum at it and at all below."""
+def _max_concurrency(headline: pl.DataFrame, loads: _Loads, policy: Policy) -> int | None:
+    """Largest judged concurrency such that the worst lower end reaches the minimum at it and all below."""
     reached = None
-    for (concurrency,), group in headline.sort("concurrency").group_by("concurrency", maintain_order=True):
-        low = [-math.inf if value is None else value for value in group["low"]]
-        if min(low) < policy.minimum_speedup or min(group["n_clusters"]) < policy.minimum_prompts:
+    for level in loads.levels:
+        if level in loads.gaps:
+            continue
+        low = headline.filter(pl.col("concurrency") == level)["low"]
+        found = [-math.inf if value is None else value for value in low]
+        if level in loads.failed or not found or min(found) < policy.minimum_speedup:
             break
-        reached = int(str(concurrency))
+        reached = level
     return reached
 
 
@@ -593,7 +900,7 @@ def _length_reasons(table: pl.DataFrame, policy: Policy) -> list[str]:
     ]
 
 
-def _equivalence_claim(run: Run, arm: str, policy: Policy) -> Claim:
+def _equivalence_claim(run: Run, arm: str, activity: pl.DataFrame, policy: Policy) -> Claim:
     found = judge_equivalence(
         run,
         arm=arm,
@@ -601,6 +908,7 @@ def _equivalence_claim(run: Run, arm: str, policy: Policy) -> Claim:
         minimum_prompts=policy.minimum_prompts,
         significance=policy.significance,
         level=policy.level,
+        activity=activity,
     )
     return Claim(
         arm=arm,
@@ -621,11 +929,18 @@ def _equivalence_sentence(run: Run, found: Outcome) -> str:
     excused = f" ({found.num_clear_excused} of these only where the baseline parts from itself as well)"
     evidence = (
         f"{found.num_prompts} distinct prompts at concurrency {levels}"
+        if found.match is None and found.num_prompts
+        else ""
         if found.match is None
         else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy "
         f"answer in their first pair at the lowest concurrency; {found.num_mismatched} differ in some pair "
         f"at concurrency {levels}, {found.num_clear} of them with a margin above "
         f"{found.near_tie_nats:g} nats{excused if found.num_clear_excused else ''}"
+        f"{f', {found.num_unknown} at a margin that is not known' if found.num_unknown else ''}"
+        if found.num_mismatched
+        else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy "
+        "answer in their first pair at the lowest concurrency, none differs in any pair at concurrency "
+        f"{levels}"
     )
     said = {
         "equivalent": "answers are those of the target",
@@ -636,30 +951,52 @@ def _equivalence_sentence(run: Run, found: Outcome) -> str:
         "refused": "equivalence is not judged",
     }[found.outcome]
     reason = f"; {found.reasons[0]}" if found.reasons and found.outcome not in ("equivalent",) else ""
-    return f"{found.arm}: {said} ({evidence}){reason}."
+    return f"{found.arm}: {said}{f' ({evidence})' if evidence else ''}{reason}."
 
 
 def _final_claims(
     run: Run, speedups: Sequence[Claim], equivalences: Sequence[Claim], policy: Policy
 ) -> tuple[Claim, ...]:
     """The final claim of every speculating arm from its speedup and equivalence claims."""
+    activity, fit = draft_activity(run), fit_requests(run)
     return tuple(
-        _final_claim(run, arm, speedup, equivalence, policy)
+        _final_claim(
+            run,
+            arm,
+            speedup,
+            equivalence,
+            activity=activity.filter(pl.col("arm") == arm.name),
+            fit=fit,
+            policy=policy,
+        )
         for arm, speedup, equivalence in zip(speculating_arms(run.plan), speedups, equivalences, strict=True)
     )
 
 
-def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy: Policy) -> Claim:
+def _final_claim(
+    run: Run,
+    arm: Arm,
+    speedup: Claim,
+    equivalence: Claim,
+    *,
+    activity: pl.DataFrame,
+    fit: pl.DataFrame,
+    policy: Policy,
+) -> Claim:
     prompts = run.requests.filter(pl.col("arm") == arm.name)["prompt_id"].n_unique()
-    levels = sorted(set(run.requests.filter(pl.col("arm") == arm.name)["concurrency"]))
+    own = run.requests.filter(pl.col("arm") == arm.name)
+    levels = sorted(set(own["concurrency"]))
     errors, error_reason = _errors(run, arm.name, policy)
-    tail_reasons, tail_missing = _tail(run, arm.name, policy, up_to=speedup.max_concurrency)
-    refused = refusal(run, arm=arm.name)
-    stoppers = [f"refused: {refused}"] if refused else list(not_comparable(run, arm=arm.name))
+    tail_reasons, tail_missing = _tail(run, arm.name, fit, policy, up_to=speedup.max_concurrency)
+    stoppers = list(not_comparable(run, arm=arm.name))
+    if run.modelled or refusal(run, arm=arm.name) in equivalence.reasons:
+        stoppers.insert(0, _modelled(run, arm, speedup, activity))
+    if absent := _never_served(own):
+        stoppers.append(absent)
     rejections = []
     if equivalence.verdict == "not equivalent":
         rejections.append(f"its answers are not equivalent: {equivalence.reasons[0]}")
-    if errors.low is not None and errors.low > policy.max_error_rate:
+    if errors.low is not None and errors.low > policy.max_error_rate and not absent:
         others, other_reason = _errors(run, run.plan.baseline.name, policy)
         if others.high is not None and others.high >= errors.low:
             stoppers.append(f"the baseline fails as well ({other_reason}); {arm.name}: {error_reason}")
@@ -667,10 +1004,16 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
             rejections.append(error_reason)
     if not rejections:
         # A fault that was seen stands, however few the prompts; the lack of one needs enough of them.
-        if run.steps.filter(pl.col("arm") == arm.name, pl.col("num_draft_tokens") > 0).is_empty():
+        if activity.is_empty() and not absent:
+            stoppers.append(f"no request of {arm.name} was answered")
+        elif activity.height and not activity["active"].fill_null(True).any():
             stoppers.append(_inactive(run, arm.name))
         elif equivalence.verdict == "vacuous":
             stoppers.append(equivalence.reasons[0])
+        elif equivalence.verdict == "refused" and not run.modelled:
+            stoppers.append(f"equivalence is not judged: {equivalence.reasons[0]}")
+        if speedup.estimate is None and fit.filter(pl.col("arm") == arm.name).is_empty():
+            stoppers.append(speedup.reasons[0])
         if prompts < policy.minimum_prompts:
             stoppers.append(f"{prompts} distinct prompts took part, {policy.minimum_prompts} are needed")
     if speedup.verdict == "not supported":
@@ -678,13 +1021,16 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
     cautions = []
     if equivalence.verdict == "inconclusive":
         cautions.append(f"equivalence is inconclusive: {equivalence.reasons[0]}")
-    repeats = _fewest_repeats(run.requests.filter(pl.col("arm") == arm.name))
-    if repeats < policy.minimum_repeats:
+    repeats = _fewest_repeats(fit.filter(pl.col("arm") == arm.name))
+    if 0 < repeats < policy.minimum_repeats:
         cautions.append(f"run-to-run variation is unknown ({_runs(repeats)})")
     if errors.value is not None and errors.value > policy.max_error_rate and not rejections:
         cautions.append(error_reason)
     cautions += tail_reasons
     cautions += [reason for reason in speedup.reasons if reason.startswith("output lengths differ")][:1]
+    cautions += [
+        reason for reason in speedup.reasons if reason.startswith(("not judged at", "speculation was"))
+    ]
 
     reached = None
     if stoppers:
@@ -720,6 +1066,32 @@ def _final_claim(run: Run, arm: Arm, speedup: Claim, equivalence: Claim, policy:
     )
 
 
+def _modelled(run: Run, arm: Arm, speedup: Claim, activity: pl.DataFrame) -> str:
+    """That the run is modelled, and what its speedups are then worth."""
+    given = _given_acceptance(run, arm) or refusal(run, arm=arm.name)
+    drafted = _drafted_steps(run, arm.name, activity)
+    length = (
+        f" with a mean acceptance length of {1 + drafted['num_accepted_tokens'].sum() / drafted.height:.2f}"
+        if drafted.height
+        else ""
+    )
+    ends = [speedup.by_load[0], speedup.by_load[-1]] if speedup.by_load else []
+    shown = " and ".join(
+        f"{_number(estimate, '.2f')} at concurrency {concurrency}"
+        for _, concurrency, estimate in dict.fromkeys(ends)
+    )
+    worth = f"; the modelled speedup{length} is {shown}" if shown else ""
+    return f"it is modelled: {given}{worth}"
+
+
+def _never_served(own: pl.DataFrame) -> str | None:
+    """That no request ever met a server, which is no fault of the drafter's that was measured; else None."""
+    kinds = set(own["error_kind"].drop_nulls())
+    if _num_failed(own) < own.height or not kinds or not kinds <= set(NEVER_SERVED):
+        return None
+    return f"its server was never there: {_failures(own)}, first: {own['error'].drop_nulls()[0]}"
+
+
 def _final_sentence(
     run: Run, arm: str, verdict: str, deciding: Sequence[str], speedup: Claim, equivalence: Claim
 ) -> str:
@@ -749,19 +1121,21 @@ def _clause(speedup: Claim) -> str:
 
 def _errors(run: Run, arm: str, policy: Policy) -> tuple[Estimate, str]:
     own = run.requests.filter(pl.col("arm") == arm)
-    failed = own.filter(pl.col("status") != "ok").height
+    failed = _num_failed(own)
     estimate = wilson_estimate(failed, own.height, level=policy.level, n_clusters=own["prompt_id"].n_unique())
-    return estimate, (
-        f"{failed} of {own.height} requests failed ({_number(estimate, '.1%')}; at most "
-        f"{policy.max_error_rate:.1%} may)"
-    )
+    kinds = _failures(own)
+    return estimate, f"{kinds}: {_number(estimate, '.1%')}, at most {policy.max_error_rate:.1%} may"
 
 
-def _tail(run: Run, arm: str, policy: Policy, *, up_to: int | None) -> tuple[list[str], list[str]]:
+def _tail(
+    run: Run, arm: str, fit: pl.DataFrame, policy: Policy, *, up_to: int | None
+) -> tuple[list[str], list[str]]:
     """Where the arm's P95 latency is too far above the baseline's, and what could not be compared."""
-    requests = run.requests.filter(pl.col("arm").is_in([arm, run.plan.baseline.name]))
+    requests = fit.filter(pl.col("arm").is_in([arm, run.plan.baseline.name]))
     if up_to is not None:
         requests = requests.filter(pl.col("concurrency") <= up_to)
+    if requests.is_empty():
+        return [], ["P95 latency (no load is fit for timing)"]
     table = latency_quantiles(requests, by=("arm", "sampling", "concurrency"), level=policy.level)
     table = table.filter(pl.col("metric") == "e2e_s", pl.col("quantile") == 0.95)
     own = table.filter(pl.col("arm") == arm)
@@ -778,7 +1152,7 @@ def _tail(run: Run, arm: str, policy: Policy, *, up_to: int | None) -> tuple[lis
     ]
     unknown = pairs.filter(pl.col("value").is_null() | pl.col("value_baseline").is_null()).height
     return reasons, [
-        f"P95 latency in {unknown} of {pairs.height} cells (too few requests)"
+        f"P95 latency at {unknown} of {pairs.height} loads (too few requests)"
     ] if unknown else []
 
 
@@ -797,19 +1171,90 @@ def _unusable(run: Run, arm: Arm) -> str | None:
 
 
 def _inactive(run: Run, arm: str) -> str:
-    steps = run.steps.filter(pl.col("arm") == arm)
-    return f"no draft was verified in {steps.height:,} target steps of {arm} (speculation_inactive)"
+    own = pl.col("arm") == arm
+    if run.plan.engine.kind in IN_PROCESS:
+        return f"no draft was verified in {run.steps.filter(own).height:,} target steps of {arm} ({INACTIVE})"
+    answered = run.requests.filter(own, pl.col("status") == "ok").height
+    return (
+        f"no draft was verified in {answered:,} answered requests of {arm} ({INACTIVE}; logprobs, penalties "
+        "or min_p may switch speculation off)"
+    )
 
 
-def _drafted_steps(run: Run, arm: str) -> pl.DataFrame:
+def _no_steps(run: Run, arm: str, activity: pl.DataFrame) -> str:
+    """Why no verified draft of an arm is at hand: none was verified, or the server does not tell."""
+    own = activity.filter(pl.col("arm") == arm)
+    if own.is_empty():
+        return f"no request of {arm} was answered"
+    if own["active"].any():
+        return (
+            "drafts were verified, but the server does not tell what became of each (vLLM does with "
+            "--per-request-spec-decode-metrics detailed)"
+        )
+    if own["active"].null_count():
+        reason = own.filter(pl.col("active").is_null())["reason"][0]
+        return f"it is not known whether anything was drafted: {reason}"
+    return _inactive(run, arm)
+
+
+def _drafted_steps(run: Run, arm: str, activity: pl.DataFrame) -> pl.DataFrame:
+    """Steps of an arm with a draft; those guessed from chunks only where drafts are known to be verified."""
     counts = ("num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
-    labels = ("arm", "prompt_id", "repeat", "sampling", "concurrency", "entropy_tier")
+    labels = ("arm", "cell_id", "prompt_id", "repeat", "sampling", "concurrency", "entropy_tier")
     steps = run.labelled("steps", columns=(*labels, *counts))
-    return steps.filter(pl.col("arm") == arm, pl.col("num_draft_tokens") > 0)
+    steps = steps.filter(pl.col("arm") == arm, pl.col("num_draft_tokens") > 0)
+    guessed = [cell["cell_id"] for cell in run.cells if cell.get("steps_source") == GUESSED_STEPS]
+    if not guessed:
+        return steps
+    known = activity.filter(pl.col("active")).select("arm", "sampling", "concurrency")
+    real = steps.filter(~pl.col("cell_id").is_in(guessed))
+    taken = steps.filter(pl.col("cell_id").is_in(guessed)).join(
+        known, on=["arm", "sampling", "concurrency"], how="semi", maintain_order="left"
+    )
+    return pl.concat([real, taken])
 
 
-def _tried_by_certainty(run: Run, arm: str) -> tuple[pl.DataFrame, str]:
-    """Tried drafts of an arm with `certain`, num_hits and num_tried, and how the halves are named."""
+def _guessed(run: Run, steps: pl.DataFrame) -> tuple[str, ...]:
+    cells = {cell["cell_id"] for cell in run.cells if cell.get("steps_source") == GUESSED_STEPS}
+    if cells.isdisjoint(steps["cell_id"]):
+        return ()
+    return ("the server tells of no steps: each chunk was taken for one, with a full draft",)
+
+
+def _given_acceptance(run: Run, arm: Arm) -> str | None:
+    """Why acceptance in this run says nothing about the drafter; None where it was measured."""
+    speculative = arm.speculative
+    method = speculative.rejection_sample_method if speculative else None
+    if speculative is not None and method == "synthetic":
+        rates = (speculative.model_extra or {}).get("synthetic_acceptance_rates")
+        given = f" ({', '.join(f'{rate:g}' for rate in rates)})" if isinstance(rates, (list, tuple)) else ""
+        return f"its acceptance rates were an input of the run{given}, not a property of the drafter"
+    if {**run.plan.engine.args, **arm.args}.get("load_format") == "dummy":
+        return "the weights are dummies, so what was accepted is noise"
+    if run.modelled and method not in LOSSY_METHODS:
+        return "dummy weights or synthetic acceptance stand in for the real pair"
+    return None
+
+
+def _refused(arm: str, question: str, chart: str, reason: str) -> Claim:
+    return Claim(
+        arm=arm,
+        question=question,
+        verdict="refused",
+        sentence=f"{arm}: not judged, because {reason}.",
+        estimate=None,
+        threshold=None,
+        n=0,
+        chart=chart,
+        reasons=(reason,),
+    )
+
+
+def _tried_by_certainty(run: Run, arm: str, activity: pl.DataFrame) -> tuple[pl.DataFrame, str, str]:
+    """Tried drafts of an arm with `certain`, num_hits and num_tried, and how the two parts are named.
+
+    Without a row the first name says why there is none; empty if nothing was drafted.
+    """
     keys = ["prompt_id", "repeat", "concurrency"]
     tokens = run.labelled("tokens", columns=("arm", "origin", "entropy_nats", *keys)).filter(
         pl.col("arm") == arm, pl.col("origin").is_in(["accepted", "recovered"])
@@ -822,13 +1267,14 @@ def _tried_by_certainty(run: Run, arm: str) -> tuple[pl.DataFrame, str]:
             num_hits=(pl.col("origin") == "accepted").cast(pl.Int64),
             num_tried=pl.lit(1, dtype=pl.Int64),
         )
-        return tried, f"half of tokens with the lowest entropy (up to {middle:.2f} nats)"
-    steps = _drafted_steps(run, arm)
+        return tried, f"half of tokens with the lowest entropy (up to {middle:.2f} nats)", "rest"
+    steps = _drafted_steps(run, arm, activity)
     tiers = [tier for tier in ("low", "medium", "high") if tier in set(steps["entropy_tier"])]
     if steps.is_empty():
-        return steps.select(keys), ""
+        return steps.select(keys), "", ""
     if len(tiers) < 2:
-        return steps.select(keys).clear(), "entropy was not recorded and the prompts are of one tier"
+        labels = "are of one tier" if tiers else "carry no entropy label"
+        return steps.select(keys).clear(), f"entropy was not recorded and the prompts {labels}", ""
     kept = steps.filter(pl.col("entropy_tier").is_in([tiers[0], tiers[-1]]))
     accepted, drafted = pl.col("num_accepted_tokens"), pl.col("num_draft_tokens")
     tried = kept.select(
@@ -837,7 +1283,8 @@ def _tried_by_certainty(run: Run, arm: str) -> tuple[pl.DataFrame, str]:
         num_hits=accepted,
         num_tried=pl.min_horizontal(accepted + 1, drafted),
     )
-    return tried, f"{tiers[0]}-entropy tier (compared with the {tiers[-1]} one alone)"
+    rest = f"{tiers[-1]}-entropy tier (labels of the prompts: no entropy was recorded)"
+    return tried, f"{tiers[0]}-entropy tier", rest
 
 
 def _hit_rate_gap(tried: pl.DataFrame, policy: Policy, rng: np.random.Generator) -> Estimate:
@@ -961,12 +1408,15 @@ def _conditions(run: Run) -> dict[str, Any]:
         else Path(run.plan.target.model).name,
         "dtype": (engine.get("target") or {}).get("dtype") or run.plan.target.dtype,
         "engine": run.plan.engine.kind,
-        "device": engine.get("device"),
+        "device": engine.get("device") or engine.get("gpu"),
         "versions": run.manifest.get("versions"),
         "dataset": Path(run.plan.workload.set).name,
         "num_prompts": requests["prompt_id"].n_unique(),
         "num_requests": requests.height,
-        "num_failed": requests.filter(pl.col("status") != "ok").height,
+        "num_failed": _num_failed(requests),
+        "failures": _failure_kinds(requests),
+        "num_cells": len(run.cells),
+        "num_unfit_cells": unfit_cells(run)["cell_id"].n_unique(),
         "repeats": repeats,
         "interval_method": "prompts resampled as clusters, repeats as the outer level",
         "run_to_run_interval": "n/a: single run" if repeats < 2 else "repeats resampled",
@@ -980,6 +1430,11 @@ def _conditions(run: Run) -> dict[str, Any]:
     }
 
 
+def _failure_kinds(requests: pl.DataFrame) -> dict[str, int]:
+    kinds = requests.filter(pl.col("status") != "ok").select(pl.coalesce("error_kind", "status"))
+    return dict(sorted(kinds.to_series().value_counts().iter_rows()))
+
+
 def _arm_conditions(run: Run, name: str) -> dict[str, Any]:
     arm = next(arm for arm in run.plan.arms if arm.name == name)
     speculative = arm.speculative
@@ -987,4 +1442,13 @@ def _arm_conditions(run: Run, name: str) -> dict[str, Any]:
         "method": speculative.method if speculative else None,
         "num_speculative_tokens": speculative.num_speculative_tokens if speculative else None,
         "differences": arm.args,
+        "settings": [
+            {
+                "name": difference.name,
+                "arm": difference.value,
+                "baseline": difference.baseline_value,
+                "follows": difference.follows,
+            }
+            for difference in setting_differences(run, arm=name)
+        ],
     }

@@ -140,7 +140,11 @@ def test_without_tokens_the_tiers_are_compared(
     run._tables["tokens"] = run.table("tokens").clear()
     claim = one(entropy_verdict(run))
     assert claim.verdict == verdict
-    assert "low-entropy tier (compared with the high one alone)" in claim.sentence
+    assert "in the low-entropy tier and " in claim.sentence
+    assert (
+        "in the high-entropy tier (labels of the prompts: no entropy was recorded), a gap of"
+        in claim.sentence
+    )
 
 
 def test_one_tier_without_tokens_says_why(simulated_run: Runs) -> None:
@@ -261,7 +265,7 @@ def test_b26_tokens_a_second_are_compared_and_lengths_flagged(simulated_run: Run
         ({**FAST, "score_drop": 0.8}, "do not adopt", "scores fall"),
         ({**FAST, "repeats": 1}, "canary first", "run-to-run variation is unknown (single run)"),
         ({**FAST, "no_drafts": True}, "inconclusive", "speculation_inactive"),
-        ({**FAST, "modelled": True}, "inconclusive", "refused: the run is modelled"),
+        ({**FAST, "modelled": True}, "inconclusive", "because it is modelled: dummy weights or synthetic"),
         ({**FAST, "status": "interrupted"}, "inconclusive", "the run's status is interrupted"),
         ({**FAST, "prompt_token_shift": 16}, "inconclusive", "prompt token counts differ on 96 of 96 rows"),
         ({**FAST, "prompts_per_cell": 4}, "inconclusive", "8 distinct prompts took part, 20 are needed"),
