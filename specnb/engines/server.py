@@ -16,17 +16,17 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final
 
 import numpy as np
 import polars as pl
 
-from specnb import schema
-from specnb.config import DEMO_TARGET, Arm, Cell, Plan
+from specnb.config import DEMO_TARGET, Arm, Cell, Plan, Sampling
+from specnb.engines.attached import AttachedServer, Server, Watch
 from specnb.engines.base import CellContext, PlannedRequest, request_seed
 from specnb.engines.bodies import (
     CHAT_PATH,
@@ -37,104 +37,42 @@ from specnb.engines.bodies import (
     sampling_fields,
 )
 from specnb.engines.openai import Client, ClientFacts, fetch
-from specnb.engines.responses import Acceptance, Answer
-from specnb.engines.support import installed_version, refusals, warnings
-from specnb.engines.vllm import ServerStartError, VllmServer, parsed_arguments, render_command
+from specnb.engines.responses import Answer
+from specnb.engines.support import installed_version, refusals, server_options, warnings
+from specnb.engines.tables import CellTables
+from specnb.engines.vllm import (
+    OrphanError,
+    ServerStartError,
+    VllmServer,
+    parsed_arguments,
+    render_command,
+)
 from specnb.errors import EngineError, PlanError
 from specnb.load import ClosedLoop, Job, OpenLoop, Schedule, poisson_arrivals, trace_arrivals
 from specnb.provenance import directory_sha256
 from specnb.telemetry import Sampler, gpus
-from specnb.workloads import Prompt, grade
+from specnb.workloads import Prompt
 
-MOST_RESTARTS = 3
-LOG_MARKS = ("SpecDecoding metrics:", "Avg prompt throughput:")
-_IDLE_LIMIT_S = 10.0
-_IDLE_PERIOD_S = 0.05
-_METRICS_TIMEOUT_S = 10.0
-# Methods that may propose nothing, or less than K, in a step.
-_RAGGED_METHODS = ("ngram", "ngram_gpu", "suffix")
-_TOP_LOGPROBS = 20
-
-
-class _Server(Protocol):
-    """A server of one arm that answers."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    def is_alive(self) -> bool: ...
-
-    def facts(self) -> dict[str, Any]: ...
-
-    def stop(self) -> None: ...
-
-
-class AttachedServer:
-    """A server that was running before, at an arm's `url`; never started or stopped here.
-
-    Raises
-    ------
-    EngineError
-        It can't be reached, or does not list the plan's model.
-    """
-
-    def __init__(self, plan: Plan, arm: Arm, *, api_key: str | None) -> None:
-        assert arm.url is not None
-        self.url = arm.url
-        self.model = plan.target.model
-        self._key = api_key
-        self._facts = self._preflight(arm)
-
-    def is_alive(self) -> bool:
-        """Whether it still answers; asked after a failed request only."""
-        try:
-            fetch(self.url, "/v1/models", timeout_s=5.0, api_key=self._key)
-        except EngineError:
-            return False
-        return True
-
-    def facts(self) -> dict[str, Any]:
-        """What it said of itself: models, version, whether it answers for any model name."""
-        return self._facts
-
-    def stop(self) -> None:
-        """Leaves it running."""
-
-    def _preflight(self, arm: Arm) -> dict[str, Any]:
-        """Its list of models must name the target; an echo of the name in an answer is no evidence."""
-        place = f"arms.{arm.name}.url: {arm.url}"
-        try:
-            status, body = fetch(self.url, "/v1/models", timeout_s=10.0, api_key=self._key)
-            listed = [str(entry["id"]) for entry in json.loads(body)["data"]] if status == 200 else []
-        except EngineError as error:
-            raise EngineError(f"{place}: {error}; start the server or correct the url") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(
-                f"{place}: /v1/models is not an OpenAI list of models; correct the url"
-            ) from error
-        if status == 401 or status == 403:
-            raise EngineError(
-                f"{place}: refused ({status}); put the key into the variable of engine.api_key_env"
-            )
-        if self.model not in listed:
-            raise EngineError(
-                f"{place}: serves {', '.join(listed) or 'no model'}, not {self.model}; "
-                "correct the url or target.model"
-            )
-        unknown = json.dumps({"model": "specnb-no-such-model", "prompt": "a", "max_tokens": 1}).encode()
-        status, _ = fetch(
-            self.url, "/v1/completions", method="POST", body=unknown, timeout_s=60.0, api_key=self._key
-        )
-        facts: dict[str, Any] = {"models": listed, "answers_any_model": status == 200, "version": None}
-        try:
-            status, body = fetch(self.url, "/version", timeout_s=5.0, api_key=self._key)
-            facts["version"] = str(json.loads(body)["version"]) if status == 200 else None
-        except (EngineError, ValueError, KeyError, TypeError):
-            pass  # only vLLM has it
-        return facts
+MOST_RESTARTS: Final = 3
+LOG_MARKS: Final = ("SpecDecoding metrics:", "Avg prompt throughput:")
+_IDLE_LIMIT_S: Final = 10.0
+_IDLE_PERIOD_S: Final = 0.05
+_METRICS_TIMEOUT_S: Final = 10.0
+_TOP_LOGPROBS: Final = 20
+# Gauges that are 0 on an idle server, and counters that stand still on one.
+_BUSY_GAUGES: Final = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "llamacpp:requests_processing",
+    "llamacpp:requests_deferred",
+)
+_TOKEN_COUNTERS: Final = (
+    "vllm:generation_tokens_total",
+    "sglang:generation_tokens_total",
+    "llamacpp:tokens_predicted_total",
+)
 
 
 class ServerEngine:
@@ -151,15 +89,18 @@ class ServerEngine:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._launches = plan.engine.kind == "vllm"
-        self._key = os.environ.get(plan.engine.api_key_env) or None
+        # A launched server needs no key.
+        self._key = None if self._launches else os.environ.get(plan.engine.api_key_env) or None
         self._version: str | None = None
         self._warnings: list[str] = []
-        self._running: dict[tuple[str, int], _Server] = {}
+        self._running: dict[tuple[str, int], Server] = {}
         self._gone: dict[tuple[str, int], str] = {}
         self._starts: dict[tuple[str, int], int] = {}
         self._warmup: dict[int, Sequence[PlannedRequest]] = {}
+        self._hung: set[tuple[str, int]] = set()
         self._facts: dict[str, Any] = {}
-        self._log_dir = Path(tempfile.gettempdir())
+        self._log_dir: Path | None = None
+        self._say: Callable[[str], None] = lambda line: None
         self._baseline_served = False
         if self._launches:
             self._version = installed_version(plan.engine.python)
@@ -169,7 +110,13 @@ class ServerEngine:
             self._warnings = warnings(plan, self._version)
         else:
             for arm in plan.arms:
-                self._running[arm.name, 0] = AttachedServer(plan, arm, api_key=self._key)
+                server = AttachedServer(plan, arm, api_key=self._key)
+                self._running[arm.name, 0] = server
+                if server.facts()["answers_any_model"]:
+                    self._warnings.append(
+                        f"arms.{arm.name}.url: the server answers for any model's name; only its list of "
+                        "models says what it serves"
+                    )
         # The demo's target is fetched now, so that the first start does not pay for it.
         self._served = plan
         if self._launches and plan.target.model == DEMO_TARGET:
@@ -206,10 +153,12 @@ class ServerEngine:
         }
 
     def describe_arm(self, arm: Arm) -> dict[str, Any]:
-        """Resolved launch arguments of one arm, or what its running server said of itself."""
+        """Launch arguments of one arm, or what its running server said of itself, and the sampling sent."""
         speculative = arm.speculative.model_dump(mode="json", exclude_none=True) if arm.speculative else None
+        sampling = {setting.name: _sent_sampling(setting) for setting in self._plan.sampling}
         if not self._launches:
-            return {"speculative": speculative, "server": self._running[arm.name, 0].facts()}
+            server = self._running[arm.name, 0].facts()
+            return {"speculative": speculative, "server": server, "sampling": sampling}
         assert self._version is not None
         command = render_command(
             self._served,
@@ -221,14 +170,12 @@ class ServerEngine:
         arguments = parsed_arguments(command)
         for name in ("model", "port"):  # a path of this machine; chosen anew at each start
             arguments.pop(name, None)
-        return {
-            "speculative": speculative,
-            "arguments": arguments,
-            "sampling": {
-                setting.name: sampling_fields(setting, max_tokens=setting.max_tokens, seed=setting.seed)
-                for setting in self._plan.sampling
-            },
-        }
+        # Models and files as the plan names them.
+        given = server_options(self._plan, arm)
+        arguments |= {name: given[name] for name in arguments if isinstance(given.get(name), str)}
+        if arm.speculative is not None:
+            arguments["speculative_config"] = speculative
+        return {"speculative": speculative, "arguments": arguments, "sampling": sampling}
 
     def cell_facts(self) -> dict[str, Any]:
         """The client's lag and cap, and the server's own facts, of the cell just run."""
@@ -239,7 +186,7 @@ class ServerEngine:
     def warm_up(self, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext) -> None:
         """Runs requests at the cell's concurrency and throws them away; also after a restart."""
         self._warmup[cell.concurrency] = requests
-        server = self._ensure(cell, context)
+        server = self._ensure(cell, context, warm=False)
         if server is not None:
             self._send_warmup(server, cell, context)
 
@@ -248,50 +195,36 @@ class ServerEngine:
     ) -> dict[str, pl.DataFrame]:
         """Tables of one cell; a server that can't be started, or dies, leaves rows that say so."""
         server = self._ensure(cell, context)
+        tables = CellTables(self._plan, cell, requests, context)
         if server is None:
-            reason = self._gone[self._key_of(cell)]
-            self._facts = {"server": {"error": reason}}
-            now = context.clock()
-            answers = [
-                Answer(
-                    request_id=request.request_id,
-                    scheduled_s=now,
-                    sent_s=None,
-                    status="error",
-                    error_kind="server_start",
-                    error=reason,
-                )
-                for request in requests
-            ]
-            return _Tables(self._plan, cell, requests, context).frames(answers, [], [], None, None)
-        reset = self._reset_prefix_cache(server)
+            return tables.frames(self._not_started(cell, requests, context))
+        reset = self._reset_prefix_cache(server, cell.arm)
         log_from = server.log_offset() if isinstance(server, VllmServer) else 0
-        scrapes = self._idle_scrapes(server, context)
+        before = self._idle_scrapes(server, context)
         with self._sampler(server, context) as sampler:
             start_s = context.clock()
             answers, facts = self._drive(server, cell, requests, context)
             end_s = context.clock()
-        scrapes += self._idle_scrapes(server, context)
-        lines: list[str] = []
-        if isinstance(server, VllmServer):
-            lines = [
-                line
-                for line in server.log_since(log_from).splitlines()
-                if any(mark in line for mark in LOG_MARKS)
-            ]
-        telemetry = (
-            sampler.frame(
+        after = self._idle_scrapes(server, context)
+        telemetry = None
+        if sampler is not None:
+            telemetry = sampler.frame(
                 run_id=context.run_id,
                 arm=cell.arm.name,
                 cell_id=cell.cell_id,
                 start_s=start_s,
                 end_s=end_s + 1,
             )
-            if sampler is not None
-            else None
+        frames = tables.frames(
+            answers,
+            # Two scrapes of one end alone would look like a window in which nothing happened.
+            scrapes=before + after if len(before) == len(after) else before[-1:] + after[-1:],
+            log_lines=_statistics(server, log_from),
+            telemetry=telemetry,
         )
-        tables = _Tables(self._plan, cell, requests, context)
-        frames = tables.frames(answers, scrapes, lines, telemetry, server)
+        death = self._death(server, cell)
+        if death is not None:
+            context.on_message(f"{cell.arm.name}: the server {death}")
         self._facts = {
             "client": {
                 "loop_lag_p99_s": facts.loop_lag_p99_s,
@@ -301,13 +234,44 @@ class ServerEngine:
             },
             "server": {
                 **server.facts(),
-                "alive_at_end": server.is_alive(),
+                "served_model_name": server.model,
+                "alive_at_end": death is None,
+                "death": death,
                 "restarts": self._starts.get(self._key_of(cell), 1) - 1,
                 "prefix_cache_reset": reset,
             },
             "steps_source": tables.steps_source,
         }
         return frames
+
+    def _not_started(
+        self, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext
+    ) -> list[Answer]:
+        """Failures of a cell whose server can't be had."""
+        reason = self._gone[self._key_of(cell)]
+        self._facts = {"server": {"error": reason}}
+        now_s = context.clock()
+        for _ in requests:
+            context.on_request_done()
+        return [
+            Answer(
+                request_id=request.request_id,
+                scheduled_s=now_s,
+                sent_s=None,
+                status="error",
+                error_kind="server_start",
+                error=reason,
+            )
+            for request in requests
+        ]
+
+    def _death(self, server: Server, cell: Cell) -> str | None:
+        """Why a cell's server is of no more use, in one line; None if it still answers."""
+        if self._key_of(cell) in self._hung:
+            return f"hangs: requests stalled for {self._plan.load.stall_timeout_s:g} s, and none was answered"
+        if server.is_alive():
+            return None
+        return (server.death() if isinstance(server, VllmServer) else None) or "no longer answers"
 
     def judge_splits(
         self, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]
@@ -316,28 +280,40 @@ class ServerEngine:
 
         Asks one token a split, greedily, through the completions endpoint. A token outside the first
         20 has a margin of at least that of the twentieth, which is then what stands there. Null where
-        the server does not give log probabilities or the text is modelled.
+        the server does not give log probabilities, the two answers are to different prompts (a nonce
+        changes them from repeat to repeat), or the text is modelled.
         """
         if splits.is_empty() or self._plan.modelled:
             return splits
+        margins: list[float | None] = []
         try:
             server = self._judge()
-        except EngineError:
-            return splits
-        if server is None:
-            return splits
+            if server is not None:
+                margins.extend(self._margins(server, splits, requests, prompts))
+        except EngineError as error:
+            self._say(f"splits are not judged: {error}")
+        margins += [None] * (splits.height - len(margins))
+        return splits.with_columns(pl.Series("margin_nats", margins, dtype=pl.Float64))
+
+    def _margins(
+        self, server: Server, splits: pl.DataFrame, requests: pl.DataFrame, prompts: Mapping[str, Prompt]
+    ) -> Iterator[float | None]:
         answers = {
             (row[0], row[1], row[2], row[3], row[4]): row[5]
             for row in requests.select(
                 "arm", "repeat", "sampling", "concurrency", "prompt_id", "output_token_ids"
             ).iter_rows()
         }
-        known: dict[str, list[int] | None] = {}
-        margins: list[float | None] = []
+        known: dict[tuple[str, str], list[int] | None] = {}
         for row in splits.iter_rows(named=True):
             identity = row["prompt_id"]
-            if identity not in known:
-                known[identity] = self._prompt_ids(server, prompts[identity])
+            token, reference = row["token_id"], row["reference_token_id"]
+            prompt = prompts[identity]
+            start = ""
+            if self._plan.workload.nonce:
+                start = self._start(prompt.tier, row["concurrency"], row["sampling"], row["reference_repeat"])
+                if row["repeat"] != row["reference_repeat"]:
+                    token = None
             prefix = answers.get(
                 (
                     row["reference_arm"],
@@ -347,22 +323,25 @@ class ServerEngine:
                     identity,
                 )
             )
-            ids = known[identity]
-            if ids is None or prefix is None or row["token_id"] is None or row["reference_token_id"] is None:
-                margins.append(None)
+            if token is None or reference is None or prefix is None:
+                yield None
                 continue
-            margins.append(
-                self._margin(
-                    server, [*ids, *prefix[: row["index"]]], row["token_id"], row["reference_token_id"]
-                )
-            )
-        return splits.with_columns(pl.Series("margin_nats", margins, dtype=pl.Float64))
+            if (identity, start) not in known:
+                known[identity, start] = self._prompt_ids(server, prompt, start)
+            ids = known[identity, start]
+            if ids is None:
+                yield None
+            else:
+                yield self._margin(server, [*ids, *prefix[: row["index"]]], token, reference)
 
     def close(self) -> None:
         """Stops launched servers; running ones are left alone."""
         running, self._running = self._running, {}
         for server in running.values():
-            server.stop()
+            try:
+                server.stop()
+            except OrphanError as error:  # nothing is measured after it, and what was measured stands
+                self._say(str(error))
 
     # -- servers ---------------------------------------------------------------------------------
 
@@ -370,21 +349,28 @@ class ServerEngine:
         """A launched server lives for one arm and repeat, a running one for the whole run."""
         return (cell.arm.name, cell.repeat if self._launches else 0)
 
-    def _ensure(self, cell: Cell, context: CellContext) -> _Server | None:
-        """The cell's server, started or started again if need be; None if it can't be had."""
+    def _ensure(self, cell: Cell, context: CellContext, *, warm: bool = True) -> Server | None:
+        """The cell's server, started or started again if need be; None if it can't be had.
+
+        One that was started again is warmed up, unless the caller does that (`warm`).
+        """
         self._log_dir = context.log_dir or self._log_dir
+        self._say = context.on_message
         key = self._key_of(cell)
         if key in self._gone:
             return None
         server = self._running.get(key)
-        if server is not None and (not self._launches or server.is_alive()):
+        if server is not None and (not self._launches or (key not in self._hung and server.is_alive())):
+            self._hung.discard(key)
             return server
         if server is not None:
             self._running.pop(key).stop()
+            self._hung.discard(key)
             if self._starts[key] > MOST_RESTARTS:
                 self._gone[key] = f"the server of {cell.arm.name} died {self._starts[key]} times"
+                context.on_message(f"{self._gone[key]}; its cells of this repeat are given up")
                 return None
-            context.on_message(f"{cell.arm.name}: the server died; starting it again")
+            context.on_message(f"{cell.arm.name}: starting the server again")
         for other in [other for other in self._running if other != key]:
             self._running.pop(other).stop()
         self._starts[key] = self._starts.get(key, 0) + 1
@@ -398,17 +384,17 @@ class ServerEngine:
             return None
         self._running[key] = server
         self._baseline_served |= cell.arm.speculative is None
-        if self._starts[key] > 1:
+        if warm and self._starts[key] > 1:
             self._send_warmup(server, cell, context)
         return server
 
     def _launch(self, cell: Cell, context: CellContext, *, number: int) -> VllmServer:
         name = f"{cell.arm.name}.r{cell.repeat}{'' if number == 1 else f'.start{number}'}.log"
         server = VllmServer(self._served, cell.arm)
-        server.start(self._log_dir / name, lambda line: context.on_message(f"{cell.arm.name}: {line}"))
+        server.start(self._log_folder / name, lambda line: context.on_message(f"{cell.arm.name}: {line}"))
         return server
 
-    def _judge(self) -> _Server | None:
+    def _judge(self) -> Server | None:
         """The baseline's server for judging splits; a launched one is started again."""
         baseline = self._plan.baseline
         for (name, _), server in self._running.items():
@@ -419,13 +405,20 @@ class ServerEngine:
         for key in list(self._running):
             self._running.pop(key).stop()
         server = VllmServer(self._served, baseline)
-        server.start(self._log_dir / f"{baseline.name}.judge.log", lambda line: None)
+        server.start(self._log_folder / f"{baseline.name}.judge.log")
         self._running[baseline.name, -1] = server
         return server
 
-    def _reset_prefix_cache(self, server: _Server) -> bool | None:
-        """Empties the prefix cache between cells where the server lets us; None: it has no such call."""
-        if not self._launches or not self._plan.engine.args.get("enable_prefix_caching"):
+    @property
+    def _log_folder(self) -> Path:
+        """The run's folder for logs; one of its own for a judge's server where no cell was left to run."""
+        if self._log_dir is None:
+            self._log_dir = Path(tempfile.mkdtemp(prefix="specnb-"))
+        return self._log_dir
+
+    def _reset_prefix_cache(self, server: Server, arm: Arm) -> bool | None:
+        """Empties a launched server's prefix cache between cells, if it has one; whether that was done."""
+        if not self._launches or not server_options(self._plan, arm).get("enable_prefix_caching"):
             return None
         try:
             status, _ = fetch(server.url, "/reset_prefix_cache", method="POST", body=b"", timeout_s=30.0)
@@ -433,14 +426,14 @@ class ServerEngine:
             return False
         return status == 200
 
-    def _sampler(self, server: _Server, context: CellContext) -> AbstractContextManager[Sampler | None]:
+    def _sampler(self, server: Server, context: CellContext) -> AbstractContextManager[Sampler | None]:
         if not isinstance(server, VllmServer):
             return nullcontext()
         return Sampler(clock=context.clock, pid=server.pid)
 
     # -- one cell --------------------------------------------------------------------------------
 
-    def _send_warmup(self, server: _Server, cell: Cell, context: CellContext) -> None:
+    def _send_warmup(self, server: Server, cell: Cell, context: CellContext) -> None:
         requests = self._warmup.get(cell.concurrency, ())
         if not requests:
             return
@@ -452,7 +445,7 @@ class ServerEngine:
 
     def _drive(
         self,
-        server: _Server,
+        server: Server,
         cell: Cell,
         requests: Sequence[PlannedRequest],
         context: CellContext,
@@ -460,34 +453,32 @@ class ServerEngine:
         warm_up: bool = False,
     ) -> tuple[list[Answer], ClientFacts]:
         load = self._plan.load
-        jobs = [
-            self._job(server, cell, request, nonce=None if warm_up else _nonce(cell)) for request in requests
-        ]
+        start = "" if warm_up else self._start_of(cell)
+        jobs = [self._job(server, cell, request, start=start) for request in requests]
         client = Client(
             server.url,
-            api_key=self._key if not self._launches else None,
+            api_key=self._key,
             clock=context.clock,
             stall_timeout_s=load.stall_timeout_s,
             request_timeout_s=load.request_timeout_s,
         )
-        down = False
+        watch = Watch(server, concurrency=cell.concurrency, launched=self._launches)
+        key = self._key_of(cell)
+        hung_before = key in self._hung
 
         def finished(answer: Answer) -> None:
-            nonlocal down
-            if answer.error_kind in ("connect", "disconnected", "truncated", "stalled"):
-                down = down or not server.is_alive()
+            watch.note(answer)
             context.on_request_done()
 
-        def is_alive() -> bool:
-            return not down and (not self._launches or server.is_alive())
-
-        deadline_s = None if load.cell_timeout_s is None else context.clock() + load.cell_timeout_s
-        return client.run(
+        answers, facts = client.run(
             self._schedule(cell, jobs, closed=warm_up),
             on_done=finished,
-            deadline_s=deadline_s,
-            is_alive=is_alive,
+            deadline_s=None if load.cell_timeout_s is None else context.clock() + load.cell_timeout_s,
+            is_alive=lambda: not hung_before and watch.is_alive(),
         )
+        if watch.hangs:
+            self._hung.add(key)
+        return answers, facts
 
     def _schedule(self, cell: Cell, jobs: Sequence[Job], *, closed: bool) -> Schedule:
         """The same arrivals in every arm of a comparison."""
@@ -502,10 +493,20 @@ class ServerEngine:
             due = poisson_arrivals(len(jobs), load.request_rate, np.random.default_rng(seed))
         return OpenLoop(jobs, due, max_in_flight=cell.concurrency)
 
-    def _job(self, server: _Server, cell: Cell, request: PlannedRequest, *, nonce: str | None) -> Job:
-        start = f"[{nonce}] " if nonce and self._plan.workload.nonce else ""
+    def _start_of(self, cell: Cell) -> str:
+        return self._start(cell.tier, cell.concurrency, cell.sampling.name, cell.repeat)
+
+    def _start(self, tier: str, concurrency: int, sampling: str, repeat: int) -> str:
+        """What a plan with a nonce puts before every prompt of these cells, the same in every arm."""
+        if not self._plan.workload.nonce:
+            return ""
+        return f"[{_nonce(tier, concurrency, sampling, repeat)}] "
+
+    def _job(self, server: Server, cell: Cell, request: PlannedRequest, *, start: str) -> Job:
+        with_ids = self._returns_token_ids(server)
         options = BodyOptions(
-            return_token_ids=self._returns_token_ids(server),
+            return_token_ids=with_ids,
+            continuous_usage=not with_ids,
             chat_template_kwargs=self._plan.workload.chat_template_kwargs,
         )
         limits: dict[str, Any] = {"max_tokens": request.max_tokens, "seed": request.seed, "options": options}
@@ -517,12 +518,12 @@ class ServerEngine:
         body = completions_body(server.model, text, cell.sampling, **limits)
         return Job(request_id=request.request_id, path=COMPLETIONS_PATH, body=body)
 
-    def _returns_token_ids(self, server: _Server) -> bool:
+    def _returns_token_ids(self, server: Server) -> bool:
         """Only vLLM knows `return_token_ids`; it says its version."""
         return self._launches or server.facts().get("version") is not None
 
-    def _idle_scrapes(self, server: _Server, context: CellContext) -> list[tuple[float, str]]:
-        """Two scrapes of an idle server, or as many as it gave; none where it has no metrics.
+    def _idle_scrapes(self, server: Server, context: CellContext) -> list[tuple[float, str]]:
+        """Two scrapes of an idle server, or the one that it gave; none where it has no metrics.
 
         Idle: no request runs or waits, and two scrapes in a row count the same tokens.
         """
@@ -544,20 +545,20 @@ class ServerEngine:
 
     # -- judging ---------------------------------------------------------------------------------
 
-    def _prompt_ids(self, server: _Server, prompt: Prompt) -> list[int] | None:
+    def _prompt_ids(self, server: Server, prompt: Prompt, start: str) -> list[int] | None:
         """The prompt's token ids by the server's own tokenizer and template; None if it does not say."""
         content: dict[str, Any] = {"model": server.model}
         if self._plan.engine.endpoint == "chat":
-            content |= {"messages": _messages(prompt, ""), "add_generation_prompt": True}
+            content |= {"messages": _messages(prompt, start), "add_generation_prompt": True}
             if self._plan.workload.chat_template_kwargs:
                 content["chat_template_kwargs"] = dict(self._plan.workload.chat_template_kwargs)
         else:
-            content["prompt"] = _as_text(prompt)
+            content["prompt"] = start + _as_text(prompt)
         found = self._asked(server, "/tokenize", content)
         ids = found.get("tokens") if found else None
         return [int(token) for token in ids] if isinstance(ids, list) else None
 
-    def _margin(self, server: _Server, ids: list[int], token: int, reference: int) -> float | None:
+    def _margin(self, server: Server, ids: list[int], token: int, reference: int) -> float | None:
         found = self._asked(
             server,
             "/v1/completions",
@@ -583,244 +584,35 @@ class ServerEngine:
             return None
         return top[reference] - top.get(token, least)
 
-    def _asked(self, server: _Server, path: str, content: dict[str, Any]) -> dict[str, Any] | None:
+    def _asked(self, server: Server, path: str, content: dict[str, Any]) -> dict[str, Any] | None:
+        """The JSON object that a server answers; None if it refuses. Raises EngineError if it is gone."""
+        status, body = fetch(
+            server.url,
+            path,
+            method="POST",
+            body=json.dumps(content).encode(),
+            timeout_s=120.0,
+            api_key=self._key,
+        )
         try:
-            status, body = fetch(
-                server.url,
-                path,
-                method="POST",
-                body=json.dumps(content).encode(),
-                timeout_s=120.0,
-                api_key=self._key,
-            )
             answer = json.loads(body) if status == 200 else None
-        except (EngineError, ValueError):
+        except ValueError:
             return None
         return answer if isinstance(answer, dict) else None
 
 
-class _Tables:
-    """Answers of one cell as the tables of `schema`."""
-
-    def __init__(
-        self, plan: Plan, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext
-    ) -> None:
-        self._plan = plan
-        self._cell = cell
-        self._requests = {request.request_id: request for request in requests}
-        self._keys = {"run_id": context.run_id, "arm": cell.arm.name, "cell_id": cell.cell_id}
-        self.steps_source: str | None = None
-
-    def frames(
-        self,
-        answers: Sequence[Answer],
-        scrapes: Sequence[tuple[float, str]],
-        lines: Sequence[str],
-        telemetry: pl.DataFrame | None,
-        server: _Server | None,
-    ) -> dict[str, pl.DataFrame]:
-        """Every table that has rows, and the required ones."""
-        answers = sorted(answers, key=lambda answer: answer.request_id)
-        rows: dict[str, list[dict[str, Any]]] = {
-            "requests": [self._request(answer) for answer in answers],
-            "chunks": [
-                {"request_id": answer.request_id, "chunk": number, "received_s": at, "num_tokens": count}
-                for answer in answers
-                for number, (at, count) in enumerate(answer.chunks)
-            ],
-            "steps": [row for answer in answers for row in self._steps(answer)],
-            "acceptance": [
-                self._acceptance(answer, answer.acceptance) for answer in answers if answer.acceptance
-            ],
-            "log_lines": [{"line": number, "text": line} for number, line in enumerate(lines)],
-            "scrapes": [
-                {"scrape": number, "scraped_s": at, "body": body} for number, (at, body) in enumerate(scrapes)
-            ],
-        }
-        found = {}
-        for name, content in rows.items():
-            table = schema.TABLES[name]
-            if content or table.required:
-                keys = {key: value for key, value in self._keys.items() if key in table.names}
-                found[name] = pl.DataFrame(
-                    [{**keys, **row} for row in content], schema=table.polars_schema, orient="row"
-                )
-        if telemetry is not None and telemetry.height:
-            found["telemetry"] = telemetry
-        return found
-
-    def _request(self, answer: Answer) -> dict[str, Any]:
-        request = self._requests[answer.request_id]
-        prompt = request.prompt
-        text = answer.output_text
-        if answer.reasoning_text:
-            text = f"<think>{answer.reasoning_text}</think>{text or ''}"
-        ok = answer.status == "ok"
-        return {
-            "repeat": self._cell.repeat,
-            "sampling": self._cell.sampling.name,
-            "concurrency": self._cell.concurrency,
-            "request_id": answer.request_id,
-            "prompt_id": prompt.id,
-            "prompt_sha256": prompt.sha256,
-            "task": prompt.task,
-            "entropy_tier": prompt.tier,
-            "length_tier": prompt.length,
-            "scheduled_s": answer.scheduled_s,
-            "sent_s": answer.sent_s,
-            "first_token_s": answer.first_token_s,
-            "first_answer_s": answer.first_answer_s,
-            "last_token_s": answer.last_token_s,
-            "num_prompt_tokens": answer.num_prompt_tokens,
-            "num_cached_tokens": answer.num_cached_tokens,
-            "num_output_tokens": answer.num_output_tokens,
-            "num_first_chunk_tokens": answer.num_first_chunk_tokens,
-            "num_chunks": len(answer.chunks) or None,
-            "finish_reason": answer.finish_reason,
-            "status": answer.status,
-            "error_kind": answer.error_kind,
-            "error": answer.error,
-            "output_text": text,
-            "output_token_ids": answer.output_token_ids,
-            "grader_score": grade(prompt, answer.output_text) if ok and not self._plan.modelled else None,
-            "mean_token_entropy_nats": None,
-        }
-
-    def _acceptance(self, answer: Answer, found: Acceptance) -> dict[str, Any]:
-        return {
-            "request_id": answer.request_id,
-            "prompt_id": self._requests[answer.request_id].prompt.id,
-            "source": found.source,
-            "num_drafts": found.num_drafts,
-            "num_draft_tokens": found.num_draft_tokens,
-            "num_accepted_tokens": found.num_accepted_tokens,
-            "num_speculative_tokens": found.num_speculative_tokens,
-            "acceptance_histogram": list(found.histogram) if found.histogram is not None else None,
-        }
-
-    def _steps(self, answer: Answer) -> list[dict[str, Any]]:
-        if answer.status != "ok" or answer.num_output_tokens is None:
-            return []
-        speculative = self._cell.arm.speculative
-        source: str | None
-        if speculative is None:
-            source, steps = "one token a step", [(0, 0, 1)] * (answer.num_output_tokens - 1)
-        else:
-            source, steps = steps_of_answer(
-                answer,
-                num_speculative_tokens=speculative.num_speculative_tokens,
-                ragged=speculative.method in _RAGGED_METHODS
-                or "num_speculative_tokens_per_batch_size" in (speculative.model_extra or {}),
-            )
-        if source is not None:
-            self.steps_source = source
-        prompt_id = self._requests[answer.request_id].prompt.id
-        return [
-            {
-                "request_id": answer.request_id,
-                "prompt_id": prompt_id,
-                "step": number,
-                "num_draft_tokens": drafted,
-                "num_accepted_tokens": accepted,
-                "num_emitted_tokens": emitted,
-                "engine_step": None,
-            }
-            for number, (drafted, accepted, emitted) in enumerate(steps)
-        ]
+def _sent_sampling(setting: Sampling) -> dict[str, Any]:
+    """The sampling fields that one setting's requests send; each has a seed of its own."""
+    fields = sampling_fields(setting, max_tokens=setting.max_tokens, seed=setting.seed)
+    return fields | {"seed": f"one a request, from {setting.seed}"}
 
 
-def steps_of_answer(
-    answer: Answer, *, num_speculative_tokens: int, ragged: bool
-) -> tuple[str | None, list[tuple[int, int, int]]]:
-    """Steps of one finished answer of a speculating arm, from the best of what the server said.
-
-    Parameters
-    ----------
-    answer
-        With `num_output_tokens`; the token that prefill gave is not a step.
-    num_speculative_tokens
-        K of the arm.
-    ragged
-        Whether a step may carry fewer than K drafts, or none.
-
-    Returns
-    -------
-    source
-        `response, each step` (vLLM's detailed metrics), `response, histogram` (order of the steps not
-        known), `chunks` (emitted tokens of each chunk; accepted is a lower bound where a stop cut the
-        last step), or None: the steps are not known.
-    steps
-        (drafted, accepted, emitted) of each step. Emitted tokens add up to the answer less its first
-        token. Steps without a draft are in no response: they are placed by the chunks where those
-        show one step each, else as many as the tokens need stand at the end.
-    """
-    assert answer.num_output_tokens is not None
-    wanted = answer.num_output_tokens - 1
-    chunks = [count for _, count in answer.chunks]
-    counts = [int(count) for count in chunks[1:] if count is not None]
-    known = None not in chunks and answer.num_first_chunk_tokens == 1 and sum(counts) == wanted
-    found = answer.acceptance
-    if found is not None and found.per_step_accepted is not None and found.per_step_drafted is not None:
-        drafts = list(zip(found.per_step_drafted, found.per_step_accepted, strict=True))
-        placed = _placed(drafts, counts) if known else None
-        return "response, each step", placed or _filled(drafts, wanted)
-    if found is not None and found.histogram is not None and found.num_draft_tokens is not None:
-        longest = len(found.histogram) - 1
-        if found.num_draft_tokens == longest * sum(found.histogram):
-            drafts = [(longest, j) for j, count in enumerate(found.histogram) for _ in range(count)]
-            placed = _placed_by_size(drafts, counts) if known else None
-            return "response, histogram", placed or _filled(drafts, wanted)
-    if known and not ragged and max(counts, default=0) <= num_speculative_tokens + 1:
-        return "chunks", [(num_speculative_tokens, count - 1, count) for count in counts]
-    return None, []
-
-
-def _placed(drafts: Sequence[tuple[int, int]], counts: Sequence[int]) -> list[tuple[int, int, int]] | None:
-    """Drafted steps laid over the chunks, one step each; None if they don't fit (merged chunks)."""
-    steps: list[tuple[int, int, int]] = []
-    following = 0
-    for number, count in enumerate(counts):
-        last = number == len(counts) - 1
-        drafted, accepted = drafts[following] if following < len(drafts) else (0, -1)
-        if accepted + 1 == count or (last and following == len(drafts) - 1 and count <= accepted + 1):
-            steps.append((drafted, accepted, count))
-            following += 1
-        elif count == 1:
-            steps.append((0, 0, 1))
-        else:
-            return None
-    return steps if following == len(drafts) else None
-
-
-def _placed_by_size(
-    drafts: Sequence[tuple[int, int]], counts: Sequence[int]
-) -> list[tuple[int, int, int]] | None:
-    """A histogram's steps in the order of the chunks that show them; None if they don't fit."""
-    if len(drafts) != len(counts):
-        return None
-    left = sorted(drafts, key=lambda draft: draft[1])
-    steps = []
-    for count in counts[:-1]:
-        match = next((draft for draft in left if draft[1] + 1 == count), None)
-        if match is None:
-            return None
-        left.remove(match)
-        steps.append((*match, count))
-    if left and counts[-1] <= left[0][1] + 1:
-        steps.append((*left[0], counts[-1]))
-        return steps
-    return None
-
-
-def _filled(drafts: Sequence[tuple[int, int]], wanted: int) -> list[tuple[int, int, int]]:
-    """Drafted steps in order, the last ones cut at the answer's end, steps without a draft after them."""
-    steps = []
-    left = wanted
-    for drafted, accepted in drafts:
-        emitted = min(accepted + 1, left)
-        steps.append((drafted, accepted, emitted))
-        left -= emitted
-    return steps + [(0, 0, 1)] * left
+def _statistics(server: Server, offset: int) -> list[str]:
+    """Statistics lines that a launched server has logged since a byte offset."""
+    if not isinstance(server, VllmServer):
+        return []
+    lines = server.log_since(offset).splitlines()
+    return [line for line in lines if any(mark in line for mark in LOG_MARKS)]
 
 
 def _messages(prompt: Prompt, start: str) -> list[dict[str, str]]:
@@ -837,21 +629,25 @@ def _as_text(prompt: Prompt) -> str:
     return prompt.text or "\n\n".join(message.content for message in prompt.messages)
 
 
-def _nonce(cell: Cell) -> str:
+def _nonce(tier: str, concurrency: int, sampling: str, repeat: int) -> str:
     """The same in every arm, another in every other cell."""
-    seed = request_seed("nonce", cell.tier, cell.concurrency, cell.sampling.name, cell.repeat)
-    return f"{seed % 16**8:08x}"
+    return f"{request_seed('nonce', tier, concurrency, sampling, repeat) % 16**8:08x}"
 
 
 def _is_idle(body: str) -> bool:
     """Whether no gauge of running or waiting requests is above 0."""
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting{", "vllm:num_requests_waiting ")
-    values = [line.rpartition(" ")[2] for line in body.splitlines() if line.startswith(names)]
-    return all(_number(value) == 0 for value in values)
+    return all(_number(value) == 0 for name, value in _values(body) if name in _BUSY_GAUGES)
 
 
 def _tokens(body: str) -> list[str]:
-    return [line for line in body.splitlines() if line.startswith("vllm:generation_tokens_total")]
+    return [value for name, value in _values(body) if name in _TOKEN_COUNTERS]
+
+
+def _values(body: str) -> Iterator[tuple[str, str]]:
+    """(name, value as text) of each sample of a scrape; labels are left out."""
+    for line in body.splitlines():
+        if line and not line.startswith("#"):
+            yield line.partition("{")[0].partition(" ")[0], line.rpartition(" ")[2]
 
 
 def _number(text: str) -> float:
