@@ -22,11 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-import jsonschema
-import referencing
-import referencing.exceptions
-import referencing.jsonschema
-
 from specnb.errors import WorkloadError
 
 __all__ = [
@@ -662,6 +657,11 @@ def _grader(place: _Place, value: Any) -> Grader:
 
 
 def _schema_grader(place: _Place, schema: Any) -> JsonSchemaGrader:
+    # Imported where they are needed: with all of its format checkers jsonschema costs more than a second.
+    import jsonschema
+    import referencing.exceptions
+    import referencing.jsonschema
+
     fix = "correct 'schema'"
     if not isinstance(schema, dict):
         place.fail(f"invalid JSON schema in the grader (it is {_json_type(schema)}, not an object)", fix)
@@ -699,6 +699,9 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _validator(schema: Mapping[str, Any]) -> Any:
+    import jsonschema
+    import referencing
+
     # An explicit registry keeps jsonschema from fetching references over the network.
     return jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
 
