@@ -7,9 +7,10 @@ check of the run and does not end the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import polars as pl
 
 from specnb import schema
@@ -84,12 +85,6 @@ class CellTables:
         answers = sorted(answers, key=lambda answer: answer.request_id)
         rows: dict[str, list[dict[str, Any]]] = {
             "requests": [self._request(answer) for answer in answers],
-            "chunks": [
-                {"request_id": answer.request_id, "chunk": number, "received_s": at, "num_tokens": count}
-                for answer in answers
-                for number, (at, count) in enumerate(answer.chunks)
-            ],
-            "steps": [row for answer in answers for row in self._steps(answer)],
             "acceptance": [
                 self._acceptance(answer, answer.acceptance) for answer in answers if answer.acceptance
             ],
@@ -98,7 +93,10 @@ class CellTables:
                 {"scrape": number, "scraped_s": at, "body": body} for number, (at, body) in enumerate(scrapes)
             ],
         }
-        found = {}
+        found = {"steps": self._steps_frame(answers)}
+        chunks = self._chunks_frame(answers)
+        if chunks.height:
+            found["chunks"] = chunks
         for name, content in rows.items():
             table = schema.TABLES[name]
             if content or table.required:
@@ -165,7 +163,64 @@ class CellTables:
             "acceptance_histogram": list(found.histogram) if found.histogram is not None else None,
         }
 
-    def _steps(self, answer: Answer) -> list[dict[str, Any]]:
+    def _chunks_frame(self, answers: Sequence[Answer]) -> pl.DataFrame:
+        """One row a chunk; by columns, since there are as many rows as chunks came."""
+        counts = [len(answer.chunks) for answer in answers]
+        return self._frame(
+            schema.CHUNKS,
+            counts,
+            {
+                "request_id": [answer.request_id for answer in answers],
+            },
+            {
+                "chunk": [number for count in counts for number in range(count)],
+                "received_s": [at for answer in answers for at, _ in answer.chunks],
+                "num_tokens": [tokens for answer in answers for _, tokens in answer.chunks],
+            },
+        )
+
+    def _steps_frame(self, answers: Sequence[Answer]) -> pl.DataFrame:
+        """One row a step of every finished answer whose steps are known."""
+        steps = [self._steps(answer) for answer in answers]
+        counts = [len(found) for found in steps]
+        return self._frame(
+            schema.STEPS,
+            counts,
+            {
+                "request_id": [answer.request_id for answer in answers],
+                "prompt_id": [self._requests[answer.request_id].prompt.id for answer in answers],
+            },
+            {
+                "step": [number for count in counts for number in range(count)],
+                "num_draft_tokens": [drafted for found in steps for drafted, _, _ in found],
+                "num_accepted_tokens": [accepted for found in steps for _, accepted, _ in found],
+                "num_emitted_tokens": [emitted for found in steps for _, _, emitted in found],
+            },
+        )
+
+    def _frame(
+        self,
+        table: schema.Table,
+        counts: Sequence[int],
+        by_answer: Mapping[str, Sequence[str]],
+        by_row: Mapping[str, Sequence[Any]],
+    ) -> pl.DataFrame:
+        """A frame of `counts` rows an answer; a column that is named nowhere is null."""
+        answers = np.repeat(np.arange(len(counts)), counts)
+        columns = {
+            name: pl.Series(values, dtype=pl.String()).gather(answers) for name, values in by_answer.items()
+        }
+        types = table.polars_schema
+        columns |= {name: pl.Series(values, dtype=types[name]) for name, values in by_row.items()}
+        constant = [pl.lit(value).alias(name) for name, value in self._keys.items() if name in table.names]
+        null = [
+            pl.lit(None, dtype=types[name]).alias(name)
+            for name in table.names
+            if name not in columns and name not in self._keys
+        ]
+        return pl.DataFrame(columns).with_columns(*constant, *null).select(table.names)
+
+    def _steps(self, answer: Answer) -> list[Step]:
         if answer.status != "ok" or not answer.num_output_tokens:
             return []
         speculative = self._cell.arm.speculative
@@ -181,19 +236,7 @@ class CellTables:
             )
         known = [name for name in (self.steps_source, source) if name is not None]
         self.steps_source = max(known, key=SOURCES.index, default=None)
-        prompt_id = self._requests[answer.request_id].prompt.id
-        return [
-            {
-                "request_id": answer.request_id,
-                "prompt_id": prompt_id,
-                "step": number,
-                "num_draft_tokens": drafted,
-                "num_accepted_tokens": accepted,
-                "num_emitted_tokens": emitted,
-                "engine_step": None,
-            }
-            for number, (drafted, accepted, emitted) in enumerate(steps)
-        ]
+        return steps
 
 
 def steps_of_answer(
