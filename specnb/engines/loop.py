@@ -27,7 +27,7 @@ from specnb.load import Schedule, ScheduledJob
 
 LAG_LIMIT_S: Final = 0.010
 READ_BYTES: Final = 65536
-BEAT_S: Final = 0.050  # the loop looks at limits and at its own lateness this often
+BEAT_S: Final = 0.010  # the loop looks at limits and at its own lateness this often
 ALIVE_EVERY_S: Final = 0.25
 HOLD_OFF_S: Final = 0.10  # no new request for so long after a lost connection, to learn if the server died
 IDLE_S: Final = 0.002  # nothing ready for so long: time to read events
