@@ -723,7 +723,7 @@ def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFra
         *(f"not judged at {text}" for text in loads.told(below) if text and not problem),
         *(f"beyond that, not judged at {text}" for text in loads.told(above) if not problem),
         *(text for text in loads.failed.values() if text != problem),
-        *_dropped(run, fit, pair, loads),
+        *_dropped(run, fit, name, loads),
         *_dirty(run, name),
         *_off(activity, name, headline),
         *_setting_notes(run, name),
@@ -794,11 +794,13 @@ def _dirty(run: Run, arm: str) -> list[str]:
     return found
 
 
-def _dropped(run: Run, fit: pl.DataFrame, pair: pl.Expr, loads: _Loads) -> list[str]:
+def _dropped(run: Run, fit: pl.DataFrame, arm: str, loads: _Loads) -> list[str]:
     """Repeats that were left out at loads that are judged by their others."""
     place = ["sampling", "concurrency", "repeat"]
-    lost = run.requests.filter(pair).select(place).unique(maintain_order=True)
-    lost = lost.join(fit.select(place).unique(), on=place, how="anti", maintain_order="left")
+    lost = run.requests.filter(pl.col("arm") == arm).select(place).unique(maintain_order=True)
+    lost = lost.join(
+        fit.filter(pl.col("arm") == arm).select(place).unique(), on=place, how="anti", maintain_order="left"
+    )
     lost = lost.filter(~pl.col("concurrency").is_in(list(loads.gaps)))
     return [
         f"repeat {repeat} at concurrency {concurrency} ({sampling}) is left out: unfit for timing"
@@ -998,7 +1000,7 @@ def _final_claim(
         rejections.append(f"its answers are not equivalent: {equivalence.reasons[0]}")
     if errors.low is not None and errors.low > policy.max_error_rate and not absent:
         others, other_reason = _errors(run, run.plan.baseline.name, policy)
-        if others.high is not None and others.high >= errors.low:
+        if others.value and others.high is not None and others.high >= errors.low:
             stoppers.append(f"the baseline fails as well ({other_reason}); {arm.name}: {error_reason}")
         else:
             rejections.append(error_reason)
@@ -1021,7 +1023,8 @@ def _final_claim(
     cautions = []
     if equivalence.verdict == "inconclusive":
         cautions.append(f"equivalence is inconclusive: {equivalence.reasons[0]}")
-    repeats = _fewest_repeats(fit.filter(pl.col("arm") == arm.name))
+    within = pl.col("concurrency") <= (speedup.max_concurrency or levels[-1])
+    repeats = _fewest_repeats(fit.filter(pl.col("arm") == arm.name, within), by=("sampling", "concurrency"))
     if 0 < repeats < policy.minimum_repeats:
         cautions.append(f"run-to-run variation is unknown ({_runs(repeats)})")
     if errors.value is not None and errors.value > policy.max_error_rate and not rejections:
@@ -1377,9 +1380,9 @@ def _concurrency(frame: pl.DataFrame) -> str:
     return f"concurrency {_listed(sorted(set(frame['concurrency'])))}"
 
 
-def _fewest_repeats(requests: pl.DataFrame) -> int:
-    """Repeats of the sampling setting that was measured least often; 0 without requests."""
-    found = requests.group_by("sampling").agg(pl.col("repeat").n_unique())["repeat"]
+def _fewest_repeats(requests: pl.DataFrame, *, by: Sequence[str] = ("sampling",)) -> int:
+    """Repeats of the sampling setting (or other group) that was measured least often; 0 without requests."""
+    found = requests.group_by(by).agg(pl.col("repeat").n_unique())["repeat"]
     return min(found, default=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server_runs import ServerCell, ServerRequest, scrape, server_plan, vllm_acceptance, write_server_run
 
 from specnb import equivalence, schema
 from specnb.equivalence import (
@@ -18,19 +20,22 @@ from specnb.equivalence import (
     compare_answers,
     corruption_table,
     degenerate_logprobs,
+    draft_activity,
     explain_mismatch,
     greedy_pairs,
     greedy_table,
     holm,
     is_corrupted,
     judge_equivalence,
+    known_drafts,
+    not_comparable,
     quality_table,
     repeated_4gram_share,
     sampled_tests,
     sensitivity_table,
     split_table,
 )
-from specnb.records import Run
+from specnb.records import Run, read_run
 from specnb.stats import fisher_p_value
 
 Runs = Callable[..., Run]
@@ -605,3 +610,151 @@ def test_holm_adjusts_in_order_and_keeps_none() -> None:
     # 0.01 * 3, then 0.02 * 2 = 0.04, then 0.03 * 1 raised to the one before it.
     assert holm([0.03, None, 0.01, 0.02]) == pytest.approx([0.04, None, 0.03, 0.04])
     assert holm([]) == []
+
+
+# Servers: what they do not tell is unknown
+
+
+DRAFTED = vllm_acceptance([4, 3, 2, 1])
+GREEDY_SENT = {"greedy": {"temperature": 0.0, "top_p": 1.0}}
+
+
+def served(root: Path, *drafting: ServerCell, sent: dict[str, Any] | None = None) -> Run:
+    """A server run: the drafting arm's cells, and the baseline's beside each; `sent`: sampling record."""
+    cells = []
+    for cell in drafting:
+        base = ServerCell(
+            arm="baseline",
+            concurrency=cell.concurrency,
+            requests=[ServerRequest(num_output_tokens=17)] * len(cell.requests),
+        )
+        cells += [base, cell]
+    plan = server_plan(concurrency=sorted({cell.concurrency for cell in drafting}), kind="vllm")
+    run = read_run(write_server_run(root, cells, plan))
+    if sent is not None:
+        run.manifest["arms"] = {arm.name: {"sampling": sent} for arm in run.plan.arms}
+    return run
+
+
+def many(acceptance: dict[str, Any] | None = DRAFTED, count: int = 24) -> list[ServerRequest]:
+    return [ServerRequest(num_output_tokens=17, acceptance=acceptance)] * count
+
+
+def test_texts_are_compared_where_a_server_returns_no_ids_and_it_is_said(tmp_path: Path) -> None:
+    run = served(tmp_path, ServerCell(requests=many()), sent=GREEDY_SENT)
+    assert set(greedy_pairs(run, arm="draft")["compared"]) == {"text"}
+    found = judge(run)
+    assert (found.outcome, found.num_prompts) == ("equivalent", 24)
+    assert "24 of 24 pairs were compared as text, because the server returned no token ids" in found.reasons
+    assert "token ids (different ids of one text are not seen)" in found.not_measured
+    assert not any("temperature" in item for item in found.not_measured)
+    changed = (pl.col("arm") == "draft") & (pl.col("prompt_id") == "p003")
+    text = pl.when(changed).then(pl.lit("else")).otherwise("output_text").alias("output_text")
+    found = judge(with_tables(run, requests=run.requests.with_columns(text)))
+    assert (found.outcome, found.num_unknown) == ("inconclusive", 1)
+    assert found.reasons[0] == (
+        "1 of 24 distinct prompts differ at a margin that is not known (only texts were compared: 1 pairs)"
+    )
+
+
+def test_margins_that_the_judge_could_not_ask_for_are_unknown(simulated_run: Runs) -> None:
+    run = simulated_run(diverge_rate=0.2)
+    unknown = pl.lit(None, dtype=pl.Float64)
+    splits = run.table("splits").with_columns(margin_nats=unknown, margin_fp64_nats=unknown)
+    found = judge(with_tables(run, splits=splits, tokens=schema.empty(schema.TOKENS)))
+    assert (found.outcome, found.num_unknown) == ("inconclusive", 5)
+    assert found.reasons[0].startswith("5 of 24 distinct prompts differ at a margin that is not known (")
+    assert "no log probabilities were recorded there" in found.reasons[0]
+
+
+def test_b28_exact_match_needs_temperature_0_in_the_request(tmp_path: Path) -> None:
+    cell = ServerCell(requests=many())
+    left_out = judge(served(tmp_path / "a", cell, sent={"greedy": {"top_p": 1.0}}))
+    assert (left_out.outcome, left_out.num_prompts) == ("refused", 0)
+    assert left_out.reasons == (
+        "greedy answers of draft were asked for with no temperature under greedy: exact match needs "
+        "temperature 0 in every request",
+    )
+    warm = judge(served(tmp_path / "b", cell, sent={"greedy": {"temperature": 0.7}}))
+    assert (warm.outcome, "with temperature 0.7" in warm.reasons[0]) == ("refused", True)
+    unrecorded = judge(served(tmp_path / "c", cell))
+    assert unrecorded.outcome == "equivalent"
+    said = "that temperature 0 was sent (the run has no record of the sampling fields)"
+    assert said in unrecorded.not_measured
+
+
+def test_i8_arms_that_were_sent_other_sampling_are_not_compared(tmp_path: Path) -> None:
+    run = served(tmp_path, ServerCell(requests=many()), sent=GREEDY_SENT)
+    run.manifest["arms"]["draft"] = {"sampling": {"greedy": {"temperature": 0.0, "top_p": 0.9}}}
+    assert not_comparable(run, arm="draft") == (
+        "requests of draft were sent top_p 0.9 under greedy, those of the baseline 1.0",
+    )
+
+
+def test_a24_a_probe_that_switched_speculation_off_is_vacuous(tmp_path: Path) -> None:
+    idle = scrape(210, 210, generated=0)
+    # 10 requests, 640 tokens, and not one draft more than before.
+    asked = [ServerRequest(num_output_tokens=64)] * 10
+    probe = ServerCell(requests=asked, scrapes=[idle, scrape(210, 210, generated=640)])
+    found = judge(served(tmp_path / "probe", probe))
+    assert found.outcome == "vacuous"
+    assert found.reasons[0].startswith("no draft was verified in any judged request")
+    assert found.reasons[1].endswith("may switch speculation off; ask again without them")
+    plain = ServerCell(requests=asked, scrapes=[scrape(0, 0, generated=0), scrape(210, 210, generated=640)])
+    run = served(tmp_path / "plain", plain)
+    own = draft_activity(run).filter(pl.col("arm") == "draft")
+    assert own.select("num_drafts", "active").rows() == [(210, True)]
+    # Which requests were drafted for is not known, but the class was.
+    assert known_drafts(run).filter(pl.col("request_id").str.starts_with("draft"))["num_drafts"].null_count()
+    assert judge(run, minimum_prompts=5).outcome == "equivalent"
+
+
+def test_a24_steps_guessed_from_chunks_prove_no_draft(tmp_path: Path) -> None:
+    """A server that does not speculate sends single tokens too; a full draft is read into each."""
+    run = served(tmp_path, ServerCell(requests=many(None), facts={"steps_source": "chunks"}))
+    keys = ("run_id", "arm", "cell_id", "request_id", "prompt_id")
+    counts = {"num_draft_tokens": 3, "num_accepted_tokens": 0, "num_emitted_tokens": 1, "engine_step": None}
+    rows = [
+        {**row, "step": step, **counts}
+        for row in run.requests.filter(pl.col("arm") == "draft").select(keys).iter_rows(named=True)
+        for step in range(16)
+    ]
+    run = with_tables(run, steps=pl.DataFrame(rows, schema=schema.STEPS.polars_schema))
+    drafts = known_drafts(run).filter(pl.col("request_id").str.starts_with("draft"))["num_drafts"]
+    assert drafts.null_count() == 24
+    assert draft_activity(run)["active"].to_list() == [None]
+    found = judge(run)
+    assert found.outcome == "inconclusive"
+    assert found.reasons[0].startswith("it is not known whether anything was drafted, so equal answers")
+
+
+def test_unknown_drafts_are_not_called_vacuous(tmp_path: Path) -> None:
+    found = judge(served(tmp_path, ServerCell(requests=many(None))))
+    assert found.outcome == "inconclusive"
+    assert found.reasons[0].startswith(
+        "it is not known whether anything was drafted, so equal answers may be the target's alone: "
+    )
+
+
+def test_b39_a_load_without_drafts_is_left_out_and_named(tmp_path: Path) -> None:
+    four = ServerCell(concurrency=4, requests=many())
+    scrapes = [scrape(240, 240, generated=0), scrape(240, 240, generated=24 * 17)]
+    eight = ServerCell(concurrency=8, requests=many(None), scrapes=scrapes)
+    found = judge(served(tmp_path, four, eight))
+    assert (found.outcome, found.num_prompts) == ("equivalent", 24)
+    assert "no draft was verified at concurrency 8 (greedy), which is left out" in found.reasons
+
+
+def test_an_arm_without_an_answer_is_inconclusive_not_vacuous(tmp_path: Path) -> None:
+    dead = [ServerRequest(num_output_tokens=None, status="error")] * 4
+    found = judge(served(tmp_path, ServerCell(requests=dead)))
+    assert (found.outcome, found.reasons) == ("inconclusive", ("no request of draft was answered",))
+
+
+def test_with_a_nonce_repeats_are_other_prompts_and_no_control(simulated_run: Runs) -> None:
+    run = simulated_run(diverge_rate=0.2)
+    workload = run.plan.workload.model_copy(update={"nonce": True})
+    run.__dict__["plan"] = run.plan.model_copy(update={"workload": workload})
+    assert greedy_pairs(run, arm="baseline", reference="baseline").is_empty()
+    said = "greedy control of the baseline against itself (workload.nonce gives each repeat other prompts)"
+    assert said in judge(run).not_measured

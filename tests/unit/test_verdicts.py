@@ -11,10 +11,12 @@ import jsonschema
 import numpy as np
 import polars as pl
 import pytest
+from server_runs import ServerCell, ServerRequest, scrape, server_plan, vllm_acceptance, write_server_run
 
 from specnb.equivalence import greedy_pairs
 from specnb.errors import PlanError
-from specnb.records import Run
+from specnb.latency import request_latency
+from specnb.records import Run, read_run
 from specnb.stats import Estimate
 from specnb.verdicts import (
     Claim,
@@ -22,10 +24,12 @@ from specnb.verdicts import (
     entropy_verdict,
     equivalence_verdict,
     final_verdict,
+    fit_requests,
     gate_exit_code,
     read_policy,
     speedup_verdict,
     suffix_decay_verdict,
+    unfit_cells,
     verdict_json,
     verdict_schema,
 )
@@ -498,6 +502,284 @@ def test_claims_render_as_sentences() -> None:
             n=0,
             chart="c",
         )
+
+
+# Servers
+
+
+def with_facts(run: Run, changes: dict[str, dict[str, Any]]) -> Run:
+    """The opened run with facts of cells (key: start of the cell id) added in memory."""
+    run.cells = tuple(
+        {**cell, **next((facts for start, facts in changes.items() if cell["cell_id"].startswith(start)), {})}
+        for cell in run.cells
+    )
+    return run
+
+
+LATE = {"client": {"max_in_flight": 1, "loop_lag_p99_s": 0.120, "limited": []}}
+KEPT_UP = {"client": {"max_in_flight": 4, "loop_lag_p99_s": 0.001, "limited": []}}
+
+
+def served(
+    root: Path, *, concurrency: tuple[int, ...] = (1,), count: int = 24, **cells: dict[str, Any]
+) -> Run:
+    """A server run of both arms, the drafting one twice as fast; overrides by `baseline` and `draft`."""
+    made = []
+    for level in concurrency:
+        for arm in ("baseline", "draft"):
+            request = ServerRequest(
+                num_output_tokens=21,
+                duration_s=2.0 if arm == "baseline" else 1.0,
+                acceptance=vllm_acceptance([4, 3, 2, 1]) if arm == "draft" else None,
+            )
+            content = {"requests": [request] * count, **cells.get(arm, {}), **cells.get(f"{arm}_{level}", {})}
+            made.append(ServerCell(arm=arm, concurrency=level, **content))
+    plan = server_plan(concurrency=concurrency, kind="vllm")
+    run = read_run(write_server_run(root, made, plan))
+    # One request after the other, some longer than others.
+    number = pl.int_range(pl.len()).over("cell_id")
+    took = (pl.col("last_token_s") - pl.col("sent_s")) * (1 + 0.02 * (number % 5))
+    took += pl.when(pl.col("arm") == "draft").then(0.03 * (number % 3)).otherwise(0)
+    start = took.cum_sum().over("cell_id") - took
+    run._tables["requests"] = run.requests.with_columns(
+        sent_s=start, scheduled_s=start, first_token_s=start + 0.1, last_token_s=start + took
+    )
+    return run
+
+
+def cached(*pairs: tuple[int, int]) -> dict[str, Any]:
+    text = "vllm:prefix_cache_queries_total {}\nvllm:prefix_cache_hits_total {}\n"
+    return {"scrapes": [scrape(more=text.format(*pair)) for pair in pairs]}
+
+
+COLD, WARM = cached((0, 0), (10240, 0)), cached((10240, 0), (20480, 9216))
+
+
+def test_b18_no_speedup_between_a_cold_and_a_warm_arm(tmp_path: Path) -> None:
+    run = served(tmp_path, baseline=COLD, draft=WARM)
+    claim = one(speedup_verdict(run))
+    assert (claim.verdict, claim.estimate) == ("inconclusive", None)
+    assert claim.sentence == (
+        "draft: no answer from this run, because no load is fit for timing: prefix_cache in "
+        "draft.low.c1.greedy.r0: 90% of its prompt tokens came from an earlier cell's prefix cache."
+    )
+    final = one(final_verdict(run))
+    assert (final.verdict, "no load is fit for timing" in final.sentence) == ("inconclusive", True)
+    assert gate_exit_code(verdict_json(run)) == 3
+    assert fit_requests(run)["arm"].unique().to_list() == ["baseline"]
+
+
+def test_b18_a_cell_served_from_an_earlier_ones_cache_is_left_out(tmp_path: Path) -> None:
+    cells = {"baseline_1": COLD, "draft_1": COLD, "baseline_2": WARM, "draft_2": WARM}
+    run = served(tmp_path, concurrency=(1, 2), **cells)
+    assert unfit_cells(run).select("cell_id", "kind").rows() == [
+        ("baseline.low.c2.greedy.r0", "prefix_cache"),
+        ("draft.low.c2.greedy.r0", "prefix_cache"),
+    ]
+    claim = one(speedup_verdict(run))
+    assert (claim.verdict, claim.max_concurrency) == ("supported", 1)
+    assert "faster at concurrency 1, the only one judged: " in claim.sentence
+    assert claim.sentence.endswith(
+        "; not judged at concurrency 2 (prefix_cache in baseline.low.c2.greedy.r0: 90% of its prompt tokens "
+        "came from an earlier cell's prefix cache)."
+    )
+    assert verdict_json(run)["conditions"]["num_unfit_cells"] == 2
+
+
+def test_b23_a_load_that_the_client_limited_is_not_judged(simulated_run: Runs) -> None:
+    run = with_facts(simulated_run(**FAST), {"baseline.low.c1.": LATE, "draft": KEPT_UP})
+    claim = one(speedup_verdict(run))
+    assert (claim.verdict, claim.max_concurrency) == ("supported", 4)
+    assert (
+        "not judged at concurrency 1 (client_limited in baseline.low.c1.greedy.r0: loop lag p99 120 ms is "
+        "above 10 ms)"
+    ) in claim.sentence
+    assert [level for _, level, _ in claim.by_load] == [4]
+    final = one(final_verdict(run))
+    assert (final.verdict, final.max_concurrency) == ("canary first", 4)
+    assert "because not judged at concurrency 1 (client_limited" in final.sentence
+    # Every tier of a repeat goes with the late one: the mix of prompts stays that of the other repeats.
+    once = with_facts(simulated_run(**FAST), {"draft.low.c1.greedy.r0": LATE})
+    kept = fit_requests(once).filter(pl.col("arm") == "draft", pl.col("concurrency") == 1)
+    assert kept.select("entropy_tier", "repeat").unique(maintain_order=True).rows() == [
+        ("low", 1),
+        ("high", 1),
+    ]
+    claim = one(speedup_verdict(once))
+    assert "repeat 0 at concurrency 1 (greedy) is left out: unfit for timing" in claim.reasons
+    assert "run-to-run variation is unknown" in one(final_verdict(once)).sentence
+
+
+def test_i4_foreign_traffic_makes_a_cell_unfit(tmp_path: Path) -> None:
+    busy = {"scrapes": [scrape(0, 0, generated=0), scrape(240, 240, generated=2 * 24 * 21)]}
+    run = served(tmp_path, draft=busy)
+    (row,) = unfit_cells(run).to_dicts()
+    assert (row["kind"], row["reason"]) == (
+        "foreign_traffic",
+        "the server generated 1008 tokens, the requests hold 504",
+    )
+    assert "no load is fit for timing: foreign_traffic" in one(speedup_verdict(run)).sentence
+
+
+def failing(kind: str, count: int, run: Run, *, where: pl.Expr) -> Run:
+    """The run with the first `count` requests at `where` turned into failures of this kind."""
+    chosen = run.requests.filter(where)["request_id"][:count].implode()
+    bad = pl.col("request_id").is_in(chosen)
+    times = ("first_token_s", "last_token_s", "num_output_tokens", "finish_reason")
+    run._tables["requests"] = run.requests.with_columns(
+        status=pl.when(bad).then(pl.lit("error")).otherwise("status"),
+        error_kind=pl.when(bad).then(pl.lit(kind)).otherwise("error_kind"),
+        error=pl.when(bad).then(pl.lit("CUDA out of memory")).otherwise("error"),
+        **{name: pl.when(bad).then(None).otherwise(name) for name in times},
+    )
+    return run
+
+
+def test_b15_zero_token_answers_are_failures_and_the_gate_fails(tmp_path: Path) -> None:
+    run = failing("empty", 2, served(tmp_path, count=4), where=pl.col("arm") == "draft")
+    first = pl.col("sent_s") + pl.Series([0.1] * 6 + [0.10, 0.30])
+    run._tables["requests"] = run.requests.with_columns(
+        first_token_s=pl.when(pl.col("status") == "ok").then(first)
+    )
+    own = run.requests.filter(pl.col("arm") == "draft")
+    assert request_latency(own)["ttft_s"].median() == pytest.approx(0.20)
+    claim = one(speedup_verdict(run))
+    assert claim.n == 2
+    assert "2 of 4 requests of draft failed and are in no ratio" in claim.sentence
+    assert (
+        "dirty: 1 of 1 cells of draft have failures, most in draft.low.c1.greedy.r0 (2 of 4 requests failed "
+        "(empty 2))"
+    ) in claim.reasons
+    final = one(final_verdict(run))
+    assert final.verdict == "do not adopt"
+    assert (
+        "because 2 of 4 requests failed (empty 2): 50.0% [15.0%, 85.0%], at most 1.0% may" in final.sentence
+    )
+    verdict = verdict_json(run)
+    assert gate_exit_code(verdict) == 1
+    assert verdict["conditions"]["failures"] == {"empty": 2}
+
+
+def test_no_headline_from_an_arm_without_an_answer(tmp_path: Path) -> None:
+    run = failing("http_500", 24, served(tmp_path), where=pl.col("arm") == "draft")
+    claim = one(speedup_verdict(run))
+    assert (claim.verdict, claim.estimate) == ("inconclusive", None)
+    assert "no request of draft was answered (24 of 24 requests failed (http_500 24))" in claim.sentence
+    assert one(final_verdict(run)).verdict == "do not adopt"
+
+
+def test_d06_a_server_that_never_started_is_no_verdict_on_the_drafter(tmp_path: Path) -> None:
+    run = failing("server_start", 24, served(tmp_path), where=pl.col("arm") == "draft")
+    claim = one(final_verdict(run))
+    assert claim.verdict == "inconclusive"
+    assert claim.sentence == (
+        "draft: this run can't say, because its server was never there: 24 of 24 requests failed "
+        "(server_start 24), first: CUDA out of memory."
+    )
+
+
+def test_a_load_at_which_the_arm_fails_is_not_certified(tmp_path: Path) -> None:
+    run = served(tmp_path, concurrency=(1, 2))
+    run = failing("disconnected", 24, run, where=(pl.col("arm") == "draft") & (pl.col("concurrency") == 2))
+    claim = one(speedup_verdict(run))
+    assert (claim.verdict, claim.max_concurrency) == ("supported", 1)
+    assert "not shown at 2" in claim.sentence
+    assert "24 of 24 requests failed (disconnected 24) at concurrency 2" in claim.reasons
+    # Nothing is said to hold "at every measured concurrency".
+    assert "every" not in claim.sentence
+
+
+SYNTHETIC: dict[str, Any] = {"draft": {"rejection_sample_method": "synthetic"}}
+
+
+def test_a_modelled_run_names_its_speedups_as_modelled_and_decides_nothing(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, modelled=True, arms=SYNTHETIC)
+    speedup = one(speedup_verdict(run))
+    assert speedup.verdict == "supported"
+    assert speedup.sentence.startswith("draft: modelled: faster at every measured concurrency")
+    for claims in (suffix_decay_verdict(run), entropy_verdict(run)):
+        claim = one(claims)
+        assert (claim.verdict, claim.estimate) == ("refused", None)
+        assert claim.sentence == (
+            "draft: not judged, because its acceptance rates were an input of the run, not a property of the "
+            "drafter."
+        )
+    assert one(equivalence_verdict(run)).verdict == "refused"
+    final = one(final_verdict(run))
+    assert (final.verdict, final.max_concurrency) == ("inconclusive", None)
+    ends = {level: estimate for _, level, estimate in speedup.by_load}
+    assert f"is {ends[1].value:.2f} [{ends[1].low:.2f}, {ends[1].high:.2f}] at concurrency 1 and " in (
+        final.sentence
+    )
+    assert "because it is modelled: its acceptance rates were an input of the run" in final.sentence
+    verdict = verdict_json(run)
+    jsonschema.Draft202012Validator(verdict_schema()).validate(verdict)
+    assert gate_exit_code(verdict) == 3
+    slow = simulated_run(**FAST, modelled=True, arms=SYNTHETIC, speed_factor=0.3)
+    assert one(final_verdict(slow)).verdict == "inconclusive"
+
+
+def test_b39_a_load_without_speculation_is_flagged_beside_its_speedup(tmp_path: Path) -> None:
+    silent = {
+        "requests": [ServerRequest(num_output_tokens=21, duration_s=7.0)] * 24,
+        "scrapes": [scrape(240, 240, generated=0), scrape(240, 240, generated=504)],
+    }
+    run = served(tmp_path, concurrency=(4, 8), draft_8=silent)
+    claim = one(speedup_verdict(run))
+    (off,) = [reason for reason in claim.reasons if reason.startswith("speculation was off")]
+    assert off.startswith(
+        "speculation was off at concurrency 8 (greedy; speculation_inactive: 0 drafts in 24 answered "
+    )
+    assert off.endswith("times the baseline, slower than without")
+    assert (claim.verdict, claim.max_concurrency) == ("supported", 4)
+
+
+def test_steps_that_are_not_told_are_not_called_inactive(tmp_path: Path) -> None:
+    plain = [ServerRequest(num_output_tokens=21)] * 24
+    counted = {"requests": plain, "scrapes": [scrape(0, 0, generated=0), scrape(240, 264, generated=504)]}
+    told = one(suffix_decay_verdict(served(tmp_path / "a", draft=counted)))
+    assert told.reasons[0].startswith(
+        "drafts were verified, but the server does not tell what became of each"
+    )
+    unknown = one(suffix_decay_verdict(served(tmp_path / "b", draft={"requests": plain})))
+    assert unknown.reasons[0].startswith("it is not known whether anything was drafted: ")
+
+
+def test_unlabelled_prompts_carry_no_entropy(simulated_run: Runs) -> None:
+    run = simulated_run()
+    run._tables["tokens"] = run.table("tokens").clear()
+    run._tables["requests"] = run.requests.with_columns(entropy_tier=pl.lit("unlabelled"))
+    claim = one(entropy_verdict(run))
+    assert claim.reasons == ("entropy was not recorded and the prompts carry no entropy label",)
+
+
+def test_b36_what_a_drafter_changes_is_noted_and_the_rest_refused(simulated_run: Runs) -> None:
+    def settled(**own: Any) -> Run:
+        base = {"dtype": "bfloat16", "model_runner": "V1"}
+        cells = {
+            "baseline": {"server": {"settings": base, "kv_cache_tokens": 100000}},
+            "draft": {"server": {"settings": {**base, **own}, "kv_cache_tokens": 70000}},
+        }
+        return with_facts(simulated_run(**FAST), cells)
+
+    run = settled(async_scheduling=False)
+    claim = one(speedup_verdict(run))
+    assert (
+        "the servers also differ in async_scheduling off, baseline on (a drafter changes this; engine.args "
+        "can match the baseline)"
+    ) in claim.reasons
+    # D07: 100000 -> 70000 tokens.
+    assert "the KV cache holds 70,000 tokens beside the drafter and 100,000 in the baseline (-30.0%)" in (
+        claim.reasons
+    )
+    verdict = verdict_json(run)
+    assert verdict["arms"][0]["verdict"] == "adopt"
+    assert verdict["arms"][0]["conditions"]["settings"] == [
+        {"name": "async_scheduling", "arm": "off", "baseline": "on", "follows": True}
+    ]
+    other = one(final_verdict(settled(dtype="float16")))
+    assert other.verdict == "inconclusive"
+    assert "the servers differ in more than speculation: dtype float16, baseline bfloat16" in other.sentence
 
 
 # Policy
