@@ -126,7 +126,7 @@ class AttachedServer:
         try:
             return fetch(self.url, path, method=method, body=body, timeout_s=timeout_s, api_key=self._key)
         except EngineError as error:
-            raise EngineError(f"{place}: {error}; start the server or correct the url") from error
+            raise EngineError(f"{place}: {error}") from error
 
 
 class Watch:
