@@ -699,7 +699,8 @@ def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFra
         if worst != first:
             also = f"; {_number(_estimate(first), '.2f')} at concurrency {judged} ({first['sampling']})"
     elif verdict == "not supported":
-        said = "not faster by the margin asked for:"
+        slower = estimate.high is not None and estimate.high < 1
+        said = f"not faster by the margin asked for{' but slower' if slower else ''}:"
         last = headline.to_dicts()[-1]
         if last["concurrency"] > worst["concurrency"]:
             also = f"; {_number(_estimate(last), '.2f')} at concurrency {last['concurrency']}"
