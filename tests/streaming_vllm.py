@@ -9,6 +9,7 @@ with. What an arm's server does is told by an object for each arm's name, `tell`
 * `starts`: list of such objects, one a start, the last one for all further starts
 * `vllm`: starts `fake_vllm` in its place, with this object (crashes, slow starts...)
 * `max_words`: a longer prompt kills the process
+* `says`: lines logged at each request for its model
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ def num_starts(folder: Path, arm: str) -> int:
 
 
 class _VllmServer(_Server):
-    """The fake server, killed by long prompts, with a tokenizer's end point that knows one token a word."""
+    """The fake server, which long prompts kill and which logs."""
 
     max_words: int | None = None
+    says: tuple[str, ...] = ()
 
     def _generate(
         self, connection: _Connection, path: str, headers: dict[str, str], raw: bytes, now: float
     ) -> None:
-        prompt = json.loads(raw).get("prompt")
+        body = json.loads(raw)
+        if body["model"] == self.settings.model:
+            sys.stdout.writelines(f"{line}\n" for line in self.says)
+            sys.stdout.flush()
+        prompt = body.get("prompt")
         if self.max_words is not None and isinstance(prompt, str) and len(prompt.split()) > self.max_words:
             sys.stdout.write("ERROR 01-01 00:00:00 [core.py:1] AssertionError: prompt over the limit\n")
             sys.stdout.flush()
@@ -109,6 +115,7 @@ def main() -> None:
         Settings(model=options.served_model_name, **settings), options.port, watch_stdin=False
     )
     server.max_words = told.get("max_words")
+    server.says = tuple(told.get("says", ()))
     server.serve()
 
 
