@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
-from specnb import charts, latency, reconciliation, theme
+from specnb import charts, equivalence, latency, reconciliation, theme, verdicts
 from specnb.config import Arm
 from specnb.errors import RecordError
 from specnb.provenance import git_sha
@@ -389,10 +389,18 @@ def acceptance_sources(run: Run) -> View:
     return table(frame, caption="sources of acceptance; the headline one is believed")
 
 
-def client_limits(run: Run) -> View:
-    """Cells in which the client, not the server, set the pace; their times are not the server's."""
-    frame = reconciliation.client_limited_cells(run)
-    return table(frame, caption="cells limited by the client")
+def timed_requests(run: Run) -> pl.DataFrame:
+    """Requests whose times are the server's (`verdicts.fit_requests`); all of them if no load is left.
+
+    The banner above the page says which of the two it is.
+    """
+    fit = verdicts.fit_requests(run)
+    return run.requests if fit.filter(pl.col("arm") == run.plan.baseline.name).is_empty() else fit
+
+
+def unfit_cells(run: Run) -> View:
+    """Cells whose times measure something else than the server at their load, and why."""
+    return table(verdicts.unfit_cells(run), caption="cells unfit for timing")
 
 
 def published(run: Run, speedups: pl.DataFrame, parts: pl.DataFrame) -> View:
@@ -461,6 +469,14 @@ def banners(run: Run) -> list[str]:
         planned = len(run.manifest.get("cell_order", []))
         of = f" of {planned}" if planned else ""
         found.append(f"UNFINISHED RUN ({run.status}): {len(run.cells)}{of} cells are in this report.")
+    unfit = verdicts.unfit_cells(run)
+    if unfit.height:
+        number = unfit["cell_id"].n_unique()
+        kinds = _listed(sorted(set(unfit["kind"])))
+        left = "they are left out of the speedups"
+        if verdicts.fit_requests(run, unfit=unfit).filter(pl.col("arm") == run.plan.baseline.name).is_empty():
+            left = "no load of the baseline is left, so the charts of speed show all of them"
+        found.append(f"{number} OF {len(run.cells)} CELLS ARE UNFIT FOR TIMING ({kinds}): {left}.")
     differences = arm_differences(run)
     if differences:
         found.append("ARMS DIFFER IN MORE THAN SPECULATION: " + "; ".join(differences) + ".")
@@ -483,6 +499,11 @@ def arm_differences(run: Run) -> list[str]:
             mine, theirs = arm.args.get(key), plan.baseline.args.get(key)
             if mine != theirs:
                 found.append(f"{arm.name}: {key}={mine!r}, baseline {theirs!r}")
+        found += [
+            f"{arm.name}: {setting.name} {setting.value}, baseline {setting.baseline_value} (server's log)"
+            for setting in equivalence.setting_differences(run, arm=arm.name)
+            if arm.speculative and not setting.follows
+        ]
     prompts = (
         run.requests.filter(pl.col("num_prompt_tokens").is_not_null())
         .group_by("prompt_id", "arm")
@@ -527,6 +548,18 @@ def condition_rows(run: Run) -> list[tuple[str, str]]:
         ("failures", _failures(requests)),
         ("differences between arms", "; ".join(arm_differences(run)) or "none beside speculation"),
     ]
+    followed = [
+        f"{arm.name}: {setting.name} {setting.value}, baseline {setting.baseline_value}"
+        for arm in plan.arms
+        if arm.speculative
+        for setting in equivalence.setting_differences(run, arm=arm.name)
+        if setting.follows
+    ]
+    if followed:
+        rows.append(("changed by the drafter", "; ".join(followed)))
+    capacity = _kv_capacity(run)
+    if capacity:
+        rows.append(("KV cache capacity", capacity))
     if engine.get("clock"):
         rows.append(("clock", str(engine["clock"])))
     return [(name, scrub(text)) for name, text in rows]
@@ -716,6 +749,16 @@ def _dataset(run: Run) -> str:
         f"{_base_name(plan.set)}; entropy tiers {_listed(plan.tiers)}; "
         f"output lengths {_listed(plan.lengths)} (mixed inside a cell)"
     )
+
+
+def _kv_capacity(run: Run) -> str:
+    """Tokens that each arm's server has room for, from its log; empty where no server says."""
+    found: dict[str, set[int]] = {}
+    for cell in run.cells:
+        tokens = (cell.get("server") or {}).get("kv_cache_tokens")
+        if tokens:
+            found.setdefault(cell["arm"], set()).add(int(tokens))
+    return ", ".join(f"{arm} {' or '.join(f'{n:,}' for n in sorted(sizes))}" for arm, sizes in found.items())
 
 
 def _cached(requests: pl.DataFrame) -> str:

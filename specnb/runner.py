@@ -91,28 +91,29 @@ def measure(
         _refuse_changes(check_resumable(resume, plan), {"workload": {"sha256": workload.sha256}}, resume)
     doing = "Loading the target" if plan.engine.kind in ("transformers", "simulated") else "Measuring"
     progress.on_message(f"{doing} ({plan.target.model}, {plan.engine.kind})")
-    engine = make_engine(plan)
-    try:
-        facts = _facts(plan, engine, workload)
-        if resume is not None:
-            _refuse_changes(check_resumable(resume, plan), facts, resume)
-            writer = RunWriter.resume(resume, plan)
-        else:
-            writer = RunWriter.create(root, plan, facts=facts)
-        with writer, _signals():
-            try:
-                _measure_cells(plan, engine, workload, prompts, writer, progress)
-                splits = _judged_splits(plan, engine, prompts, writer)
-            except KeyboardInterrupt as interrupt:
-                writer.finalise(status="interrupted")
-                raise Interrupted(writer.path) from interrupt
-            except BaseException:
-                writer.finalise(status="failed")
-                raise
-            writer.finalise(status="finished", splits=splits)
-            return writer.path
-    finally:
-        engine.close()
+    with _signals():  # until the engine is closed: a second signal must not leave a server behind
+        engine = make_engine(plan)
+        try:
+            facts = _facts(plan, engine, workload)
+            if resume is not None:
+                _refuse_changes(check_resumable(resume, plan), facts, resume)
+                writer = RunWriter.resume(resume, plan)
+            else:
+                writer = RunWriter.create(root, plan, facts=facts)
+            with writer:
+                try:
+                    _measure_cells(plan, engine, workload, prompts, writer, progress)
+                    splits = _judged_splits(plan, engine, prompts, writer)
+                except KeyboardInterrupt as interrupt:
+                    writer.finalise(status="interrupted")
+                    raise Interrupted(writer.path) from interrupt
+                except BaseException:
+                    writer.finalise(status="failed")
+                    raise
+                writer.finalise(status="finished", splits=splits)
+                return writer.path
+        finally:
+            engine.close()
 
 
 def measure_or_reuse(
@@ -202,7 +203,8 @@ def greedy_splits(requests: pl.DataFrame, plan: Plan) -> pl.DataFrame:
     }
     splits: list[dict[str, Any]] = []
     for (sampling, concurrency, prompt_id, arm, repeat), row in answers.items():
-        references = [(arm, 0)] if repeat > 0 else []
+        # With a nonce, repeats have different prompts.
+        references = [(arm, 0)] if repeat > 0 and not plan.workload.nonce else []
         if arm != plan.baseline.name:
             references.append((plan.baseline.name, repeat))
         for reference_arm, reference_repeat in references:
@@ -261,11 +263,13 @@ def _measure_cells(
         served = (cell.arm.name, cell.concurrency, cell.repeat if plan.engine.kind == "vllm" else 0)
         if plan.load.warmup_requests and served not in warm:
             warm.add(served)
-            engine.warm_up(
-                cell,
-                _warmup_requests(plan, cell, workload, measured),
-                replace(context, on_request_done=lambda: None),
-            )
+            others = _warmup_requests(plan, cell, workload, measured)
+            if not others:
+                progress.on_message(
+                    f"{cell.arm.name}: no warm-up, every prompt of the workload is measured; "
+                    "the first requests at each concurrency pay for it"
+                )
+            engine.warm_up(cell, others, replace(context, on_request_done=lambda: None))
         start_s = writer.clock()
         tables = engine.run_cell(cell, requests, context)
         failed = tables["requests"].filter(pl.col("status") != "ok").height

@@ -27,7 +27,7 @@ VERDICT_COLOURS: Final = {
 }
 EXPLAINING_CLAIMS: Final = frozenset({"suffix decay", "entropy"})
 GOOD_VERDICTS: Final = frozenset({"supported", "adopt", "equivalent", "equivalent up to numerics"})
-BAD_VERDICTS: Final = frozenset({"not supported", "do not adopt", "not equivalent", "refused"})
+BAD_VERDICTS: Final = frozenset({"not supported", "do not adopt", "not equivalent"})
 
 # Latin faces of the three desktop systems first, then CJK faces: a browser falls back glyph by glyph.
 FONT: Final = (
