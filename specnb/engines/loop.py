@@ -135,7 +135,7 @@ class Run:
                 "the client could not keep up"
             )
         wanted = self.schedule.wanted_in_flight
-        if wanted is not None and self.max_in_flight < wanted:
+        if wanted is not None and 0 < self.max_in_flight < wanted:  # 0: the server took no connection
             reasons.append(f"at most {self.max_in_flight} of {wanted} requests were in flight")
         if self.out_of_descriptors:
             reasons.append("the process ran out of file descriptors")

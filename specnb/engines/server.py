@@ -226,6 +226,9 @@ class ServerEngine:
         if death is not None:
             context.on_message(f"{cell.arm.name}: the server {death}")
         self._facts = {
+            # The requests' own window: a start in the middle of the cell is not its load.
+            "start_s": start_s,
+            "end_s": end_s,
             "client": {
                 "loop_lag_p99_s": facts.loop_lag_p99_s,
                 "loop_lag_max_s": facts.loop_lag_max_s,
@@ -233,7 +236,7 @@ class ServerEngine:
                 "limited": list(facts.limited),
             },
             "server": {
-                **server.facts(),
+                **self._named(server.facts()),
                 "served_model_name": server.model,
                 "alive_at_end": death is None,
                 "death": death,
@@ -243,6 +246,15 @@ class ServerEngine:
             "steps_source": tables.steps_source,
         }
         return frames
+
+    def _named(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """A server's facts with the target as the plan names it, and not where it lies on this machine."""
+        arguments = facts.get("arguments")
+        if self._served is not self._plan and isinstance(arguments, list) and "--model" in arguments:
+            place = arguments.index("--model") + 1
+            arguments = [*arguments[:place], self._plan.target.model, *arguments[place + 1 :]]
+            return facts | {"arguments": arguments}
+        return facts
 
     def _not_started(
         self, cell: Cell, requests: Sequence[PlannedRequest], context: CellContext

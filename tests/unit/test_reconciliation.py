@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 from server_runs import ServerCell, ServerRequest, scrape, server_plan, vllm_acceptance, write_server_run
 
+from specnb import reconciliation
 from specnb.config import Plan
 from specnb.reconciliation import (
     acceptance_sources,
@@ -377,3 +378,25 @@ def test_cells_without_an_answer_decide_nothing(tmp_path: Path) -> None:
     assert (row["usable"], row["reason"], row["num_failed"]) == (False, "no request was answered", 1)
     run = run_of(tmp_path / "all", ServerCell(requests=dead.requests))
     assert headline_source(run, "draft") == (None, "no request was answered")
+
+
+def test_counters_above_the_responses_are_no_disagreement_where_requests_failed() -> None:
+    row = {
+        "source": "counters",
+        "mean_acceptance_length": 3.842,
+        "num_drafts": 40,
+        "num_accepted_tokens": 114,
+        "num_draft_tokens": 200,
+        "num_failed": 3,
+        "usable": True,
+    }
+    reference = row | {
+        "source": "response",
+        "mean_acceptance_length": 4.846,
+        "num_drafts": 13,
+        "num_accepted_tokens": 50,
+    }
+    assert reconciliation._agreement(row, reference, None) == (None, "failed requests drafted too")
+    fewer = row | {"num_drafts": 12, "num_accepted_tokens": 34}
+    assert reconciliation._agreement(fewer, reference, None)[0] is False
+    assert reconciliation._agreement(row | {"num_failed": 0}, reference, None)[0] is False
