@@ -273,7 +273,9 @@ def acceptance_by_position(
         Null with a reason where nothing is at risk, except that survival stays 0 once all were
         rejected. Groups without drafts have no row.
 
-    Notes ----- A short draft that was accepted whole is censored at its end, not rejected.
+    Notes
+    -----
+    A short draft that was accepted whole is censored at its end, not rejected.
     Censoring is taken as independent of acceptance; drafters that stop early when unsure break
     this, and survival is then too high. With full drafts survival equals vLLM's rate and the mean
     acceptance length is 1 + its sum.
@@ -474,7 +476,9 @@ def counterfactual_acceptance_length(
         `stats.ESTIMATE_SCHEMA`; metric `counterfactual_acceptance_length` (n: drafts). Null with a
         reason from the first position that no draft reached.
 
-    Notes ----- S is Kaplan-Meier survival (`acceptance_by_position`). Assumes that position i is
+    Notes
+    -----
+    S is Kaplan-Meier survival (`acceptance_by_position`). Assumes that position i is
     drafted the same way whatever the block's length: true for autoregressive drafters, an
     approximation for block-parallel ones.
     """
@@ -610,7 +614,9 @@ def hit_rate_by_label(
         `by` columns, `label` (name of the label column), `label_value`, then `stats.ESTIMATE_SCHEMA`; metric
         `conditional_acceptance_rate` (n: tokens at which a draft was tried).
 
-    Notes ----- Tokens cut off by a stop count in steps and not in tokens, so the two sources differ
+    Notes
+    -----
+    Tokens cut off by a stop count in steps and not in tokens, so the two sources differ
     slightly for short answers.
     """
     check_columns(frame, ["prompt_id", "repeat", *labels, *by], what="hit rate by label")

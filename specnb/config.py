@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,18 @@ class Engine(_Strict):
     devices: str | None = Field(default=None, min_length=1)
     start_timeout_s: float = Field(default=1800, gt=0)
     api_key_env: Name = "SPECNB_API_KEY"
+
+    @model_validator(mode="after")
+    def _without_secrets(self) -> Self:
+        for name in self.env:
+            if re.search(r"TOKEN|KEY|SECRET|PASS|AUTH|CREDENTIAL", name.upper()):
+                raise _contradiction(
+                    "its value would stand in the run's manifest; remove it and set the variable where "
+                    "specnb is started",
+                    "env",
+                    name,
+                )
+        return self
 
 
 class Speculative(BaseModel):

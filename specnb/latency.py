@@ -405,9 +405,10 @@ def speedup_table(
     ValueError
         `arm` is not in `by`, the baseline is not among the arms, or a label varies inside a cell.
 
-    Notes ----- Only repeats that both arms have are compared. Prompts are resampled for both arms
-    together, repeats as the outer level; wall time is shared out over requests as in
-    `throughput_table`.
+    Notes
+    -----
+    Only repeats that both arms have are compared. Prompts are resampled for both arms together, repeats
+    as the outer level; wall time is shared out over requests as in `throughput_table`.
     """
     if "arm" not in by:
         raise ValueError(f"by {list(by)} must hold 'arm'")
@@ -794,7 +795,8 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
           others;
         * predicted_speedup: tokens_per_target_step x (baseline_step_s + baseline_stall_s)
           / (cycle_s + stall_s);
-        * residual: decode_speedup / predicted_speedup - 1, near 0 if the three sources agree;
+        * residual: decode_speedup / predicted_speedup - 1, near 0 if the sources agree; null where step
+          times are chunk gaps, which would agree with themselves;
         * num_steps, num_engine_steps, baseline_num_engine_steps: denominators (gaps, where the times
           come from chunk gaps);
         * step_source: `engine steps`, `engine iterations` or `chunk gaps`. On servers a step's parts
@@ -803,9 +805,15 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
           step as a request meets it: busy batches weigh more than in a mean over iterations;
         * reason: null unless predicted_speedup or decode_speedup is null.
 
-    Notes ----- Prefill before a request's own first token is TTFT, not decoding: prefill_s counts
-    for the requests of the batch that had taken a step before, not for those that take their first
-    step (step 0) in it.
+    Notes
+    -----
+    Prefill before a request's own first token is TTFT, not decoding: prefill_s counts for the requests
+    of the batch that had taken a step before, not for those that take their first step (step 0) in it.
+
+    On servers both sides of the residual are read from the client's clock; what is independent is the
+    server's count of iterations. The residual then checks counts, iterations against steps, and the
+    evenness of the load, never the clock: at one request it is 0 exactly if every iteration was a
+    step or a prefill of ours.
     """
     baseline = run.plan.baseline.name if baseline is None else baseline
     labels = list(_GROUPS)
@@ -861,7 +869,7 @@ def decomposition(run: Run, *, baseline: str | None = None) -> pl.DataFrame:
             .alias("predicted_speedup"),
         )
         .with_columns(
-            pl.when(pl.col("predicted_speedup") > 0)
+            pl.when((pl.col("predicted_speedup") > 0) & (pl.col("step_source") != "chunk gaps"))
             .then(pl.col("decode_speedup") / pl.col("predicted_speedup") - 1)
             .alias("residual"),
             pl.when(pl.col("baseline_step_s").is_null() | pl.col("cycle_s").is_null())

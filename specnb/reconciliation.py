@@ -412,9 +412,10 @@ def client_limited_cells(run: Run) -> pl.DataFrame:
     -------
     pl.DataFrame
         Grain: limited cell. Columns: cell_id, arm, concurrency, max_in_flight, max_requests_running (of
-        the server, from scrapes; null without), loop_lag_p99_s, reason: begins with `client_limited`, for a
-        limit that the client noticed itself, fewer requests in flight than a closed loop with work left
-        keeps, or a loop lag (99th percentile) above 10 ms. Cells without `client` facts have no row.
+        the server, from scrapes; null without), loop_lag_p99_s, reason: begins with `client_limited`, for
+        what the client noticed itself; where it did not judge, fewer requests in flight than a closed loop
+        with work left keeps, or a loop lag (99th percentile) above 10 ms. Cells without `client` facts
+        have no row.
     """
     windows = cell_windows(run)
     sizes = dict(run.requests.group_by("cell_id").len().iter_rows())
@@ -426,12 +427,15 @@ def client_limited_cells(run: Run) -> pl.DataFrame:
         running = windows[cell["cell_id"]].max_requests_running if cell["cell_id"] in windows else None
         flight, lag = facts.get("max_in_flight"), facts.get("loop_lag_p99_s")
         wanted = min(cell["concurrency"], sizes.get(cell["cell_id"], 0))
-        reasons = [str(reason) for reason in facts.get("limited") or ()]
-        if run.plan.load.mode == "closed" and flight is not None and flight < wanted:
-            seen = "" if running is None else f", the server ran at most {running}"
-            reasons.append(f"at most {flight} of {wanted} requests in flight{seen}")
-        if lag is not None and lag > LOOP_LAG_LIMIT_S:
-            reasons.append(f"loop lag p99 {1000 * lag:.0f} ms is above {1000 * LOOP_LAG_LIMIT_S:.0f} ms")
+        if "limited" in facts:  # the client judged itself
+            reasons = [str(reason) for reason in facts["limited"]]
+        else:
+            reasons = []
+            if run.plan.load.mode == "closed" and flight is not None and 0 < flight < wanted:
+                seen = "" if running is None else f", the server ran at most {running}"
+                reasons.append(f"at most {flight} of {wanted} requests in flight{seen}")
+            if lag is not None and lag > LOOP_LAG_LIMIT_S:
+                reasons.append(f"loop lag P99 {1000 * lag:.1f} ms is over {1000 * LOOP_LAG_LIMIT_S:.0f} ms")
         if reasons:
             rows.append(
                 {

@@ -417,8 +417,9 @@ def check_resumable(path: Path, plan: Plan) -> dict[str, Any]:
     path = Path(path)
     manifest = read_manifest(path)
     if manifest["plan_sha256"] != plan.sha256:
-        old = {key: value for key, value in manifest["plan"].items() if key != "price"}
-        changed = _differences(old, plan.model_dump(mode="json", exclude={"price"}))
+        remarks = {"price", "published"}
+        old = {key: value for key, value in manifest["plan"].items() if key not in remarks}
+        changed = _differences(old, plan.model_dump(mode="json", exclude=remarks))
         shown = ", ".join(changed[:4]) or "the version of specnb"
         raise PlanError(
             f"{path}: was started with another plan (differs in: {shown}); "

@@ -70,7 +70,7 @@ class ClientFacts:
     ----------
     loop_lag_p99_s, loop_lag_max_s
         How late the loop was: time from a readiness return to the end of that turn, and lateness of its own
-        50 ms beat; the larger of the two. None if the loop never turned.
+        10 ms beat; the larger of the two. None if the loop never turned.
     max_in_flight
         Most requests that were sent and not yet over at one time.
     num_chunks

@@ -488,6 +488,11 @@ VALUES = [
         ":3: engine.env.A: must be text, in quotes if need be, got 1",
     ),
     (
+        swapped("{kind: simulated}", "{kind: simulated, env: {HF_TOKEN: x}}"),
+        ":3: engine.env.HF_TOKEN: its value would stand in the run's manifest; remove it and set the variable "
+        "where specnb is started",
+    ),
+    (
         swapped("{kind: simulated}", "{kind: simulated, port: 70000}"),
         ":3: engine.port: must be at most 65535, got 70000",
     ),
