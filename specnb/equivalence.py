@@ -67,7 +67,6 @@ _FOLLOWING_SETTINGS: Final = (
     "compilation_mode",
     "enable_chunked_prefill",
     "max_num_batched_tokens",
-    "max_num_seqs",
 )
 # What two arms of one comparison must share.
 _SHARED_SETTINGS: Final = (

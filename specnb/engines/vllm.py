@@ -28,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import psutil
 
@@ -36,7 +36,6 @@ from specnb import telemetry
 from specnb.config import Arm, Plan
 from specnb.engines.support import installed_version, server_options, supports
 from specnb.engines.vllm_log import (
-    COMPARED_SETTINGS,
     Fault,
     bare_lines,
     effective_settings,
@@ -64,10 +63,6 @@ _MARK: Final = "SPECNB_SERVER"
 _PARTS: Final = "VLLM::"
 _ABSENT_MODEL: Final = "specnb-control-no-such-model"
 
-# Options that say which drafter runs, how it reports, or where the server listens: arms may differ in them.
-_NOT_COMPARED: Final = frozenset(
-    {"speculative_config", "per_request_spec_decode_metrics", "port", "host", "served_model_name"}
-)
 _PATH_OPTIONS: Final = ("tokenizer", "chat_template", "hf_config_path")
 
 
@@ -85,18 +80,6 @@ class ServerStartError(EngineError):
 
 class OrphanError(EngineError):
     """A stopped server left processes or GPU memory behind; no other may be started beside them."""
-
-
-class Difference(NamedTuple):
-    """One thing in which two arms differ beyond speculation; None where an arm does not set or log it."""
-
-    name: str
-    first: Any
-    second: Any
-
-    def __str__(self) -> str:
-        first, second = ("not set" if value is None else json.dumps(value) for value in self[1:])
-        return f"{self.name}: {first} | {second}"
 
 
 def render_command(
@@ -171,7 +154,7 @@ def render_command(
 
 
 def parsed_arguments(command: Sequence[str]) -> dict[str, Any]:
-    """Options of a vLLM command line by snake_case name, as `config_differences` compares them.
+    """Options of a vLLM command line by snake_case name.
 
     `--flag` is True, `--no-flag` False, JSON is decoded, several values are a list. Words before the
     first option (interpreter, module) are dropped.
@@ -189,39 +172,6 @@ def parsed_arguments(command: Sequence[str]) -> dict[str, Any]:
         name[3:] if not values and name.startswith("no_") else name: _decoded(name, values)
         for name, values in found.items()
     }
-
-
-def config_differences(first: Sequence[str], second: Sequence[str]) -> list[Difference]:
-    """In what two arms' command lines differ beyond speculation and its reporting.
-
-    Parameters
-    ----------
-    first, second
-        Command lines, or the options in them.
-
-    Returns
-    -------
-    list of Difference
-        In order of name; empty for arms that differ in their drafter alone. What a server settles on
-        can differ even so: see `setting_differences`.
-    """
-    one, other = parsed_arguments(first), parsed_arguments(second)
-    names = sorted((one.keys() | other.keys()) - _NOT_COMPARED)
-    return [
-        Difference(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
-    ]
-
-
-def setting_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """In what two servers' effective settings (`vllm_log.effective_settings`) differ.
-
-    Only settings of `vllm_log.COMPARED_SETTINGS`; the size of the cache, say, follows from the drafter.
-    """
-    return [
-        Difference(name, first.get(name), second.get(name))
-        for name in COMPARED_SETTINGS
-        if first.get(name) != second.get(name)
-    ]
 
 
 class VllmServer:

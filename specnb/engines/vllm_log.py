@@ -73,29 +73,6 @@ _CAPTURED: Final = re.compile(
     r"Graph capturing finished in (?P<seconds>\d+) secs, took (?P<gib>-?[\d.]+) GiB"
 )
 
-COMPARED_SETTINGS: Final = (
-    "version",
-    "dtype",
-    "max_seq_len",
-    "load_format",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "quantization",
-    "enforce_eager",
-    "kv_cache_dtype",
-    "seed",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "compilation_mode",
-    "cudagraph_mode",
-    "attention_backend",
-    "model_runner",
-    "async_scheduling",
-    "max_num_batched_tokens",
-)
-"""Effective settings in which two arms of one comparison must agree; the rest follows from them."""
-
 _FAULTS: Final = (
     (
         "oom_at_load",

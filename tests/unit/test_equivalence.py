@@ -33,6 +33,7 @@ from specnb.equivalence import (
     repeated_4gram_share,
     sampled_tests,
     sensitivity_table,
+    setting_differences,
     split_table,
 )
 from specnb.records import Run, read_run
@@ -743,6 +744,33 @@ def test_b39_a_load_without_drafts_is_left_out_and_named(tmp_path: Path) -> None
     found = judge(served(tmp_path, four, eight))
     assert (found.outcome, found.num_prompts) == ("equivalent", 24)
     assert "no draft was verified at concurrency 8 (greedy), which is left out" in found.reasons
+
+
+def settled(run: Run, **settings: dict[str, Any]) -> Run:
+    """The run with what each arm's server settled on, added in memory."""
+    run.cells = tuple({**cell, "server": {"settings": settings[cell["arm"]]}} for cell in run.cells)
+    return run
+
+
+def test_b36_what_servers_settled_on_is_compared(simulated_run: Runs) -> None:
+    """The size of the cache follows from the drafter, and a baseline does not log what is on."""
+    run = settled(
+        simulated_run(),
+        baseline={"attention_backend": "FLASH_ATTN", "kv_cache_tokens": 100_000, "cudagraph_mode": "FULL"},
+        draft={"attention_backend": "FLASH_ATTN", "kv_cache_tokens": 70_000, "cudagraph_mode": "NONE"},
+    )
+    assert [str(found) for found in setting_differences(run, arm="draft")] == [
+        "cudagraph_mode NONE, baseline FULL"
+    ]
+    run = settled(run, baseline={"seed": 0}, draft={"seed": 0, "async_scheduling": False})
+    (found,) = setting_differences(run, arm="draft")
+    assert (str(found), found.follows) == ("async_scheduling off, baseline on", True)
+    run = settled(run, baseline={"seed": 0}, draft={"seed": 1, "max_seq_len": 4096})
+    (found,) = setting_differences(run, arm="draft")
+    assert (str(found), found.follows) == ("seed 1, baseline 0", False)
+    assert not_comparable(run, arm="draft") == (
+        "the servers differ in more than speculation: seed 1, baseline 0",
+    )
 
 
 def test_an_arm_without_an_answer_is_inconclusive_not_vacuous(tmp_path: Path) -> None:

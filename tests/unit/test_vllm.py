@@ -23,14 +23,11 @@ from specnb import telemetry
 from specnb.config import Plan, plan_from_dict, read_plan
 from specnb.engines import vllm
 from specnb.engines.vllm import (
-    Difference,
     OrphanError,
     ServerStartError,
     VllmServer,
-    config_differences,
     parsed_arguments,
     render_command,
-    setting_differences,
 )
 from specnb.errors import EngineError, PlanError
 
@@ -206,31 +203,13 @@ def test_keys_of_the_engines_own_reach_the_drafter() -> None:
     assert parsed_arguments(rendered(plan, 1))["speculative_config"] == speculative
 
 
-def test_b36_arms_that_differ_in_more_than_speculation() -> None:
-    first = ["--max-num-seqs", "64"]
-    second = ["--max-num-seqs", "64", "--no-async-scheduling", "--speculative-config", '{"method": "ngram"}']
-    (difference,) = config_differences(first, second)
-    assert difference == Difference("async_scheduling", None, False)
-    assert str(difference) == "async_scheduling: not set | false"
-    assert config_differences(first, [*first, "--speculative-config", "{}"]) == []
-    assert [str(found) for found in config_differences(first, ["--max-num-seqs=32"])] == [
-        "max_num_seqs: 64 | 32"
-    ]
-
-
-def test_b36_whole_commands_compare_without_port_and_name() -> None:
-    plan = make_plan()
-    assert config_differences(rendered(plan, 0), rendered(plan, 1)) == []
-    eager = make_plan(arm_args={"enforce_eager": True}, allow_differences=True)
-    assert config_differences(rendered(eager, 0), rendered(eager, 1)) == [
-        Difference("enforce_eager", None, True)
-    ]
-
-
-def test_b36_what_servers_settled_on_is_compared() -> None:
-    first = {"attention_backend": "FLASH_ATTN", "kv_cache_tokens": 100_000, "cudagraph_mode": "FULL"}
-    second = {"attention_backend": "FLASH_ATTN", "kv_cache_tokens": 70_000, "cudagraph_mode": "NONE"}
-    assert [str(found) for found in setting_differences(first, second)] == ['cudagraph_mode: "FULL" | "NONE"']
+def test_b36_arms_are_launched_alike_but_for_their_drafter() -> None:
+    baseline, ngram = (parsed_arguments(rendered(make_plan(), arm)) for arm in (0, 1))
+    assert {name for name in ngram if ngram[name] != baseline.get(name)} == {
+        "speculative_config",
+        "per_request_spec_decode_metrics",
+    }
+    assert baseline.keys() < ngram.keys()
 
 
 # -- start and stop --------------------------------------------------------------------------------

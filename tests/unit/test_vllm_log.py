@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specnb.engines.vllm import setting_differences
+from specnb import equivalence
 from specnb.engines.vllm_log import bare_lines, effective_settings, fault, last_lines, progress
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -50,9 +50,12 @@ def test_b36_an_ngram_arm_is_scheduled_otherwise_than_its_baseline() -> None:
     assert ngram["speculative_method"] == "ngram"
     assert ngram["speculative_num_tokens"] == 5
     assert ngram["per_request_spec_decode_metrics"] == "detailed"
-    assert [str(found) for found in setting_differences(baseline, ngram)] == [
-        "async_scheduling: not set | false"
-    ]
+    assert {name for name in ngram if name not in baseline or ngram[name] != baseline[name]} == {
+        "async_scheduling",
+        "speculative_method",
+        "speculative_num_tokens",
+        "per_request_spec_decode_metrics",
+    }
 
 
 GPU_LINES = """\
@@ -104,6 +107,13 @@ def test_what_a_gpu_server_settles_on() -> None:
         "cudagraph_gib": 0.52,
         "max_num_batched_tokens": 8192,
     }
+
+
+def test_b36_every_setting_that_arms_are_compared_by_is_one_that_a_log_can_give() -> None:
+    given = {name for text in (real_log("ngram"), GPU_LINES) for name in effective_settings(text)}
+    compared = (*equivalence._SHARED_SETTINGS, *equivalence._FOLLOWING_SETTINGS)
+    assert len(set(compared)) == len(compared)
+    assert set(compared) <= given
 
 
 def test_an_empty_log_settles_nothing() -> None:
