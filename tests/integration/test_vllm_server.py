@@ -347,7 +347,6 @@ def test_decomposition_counts_the_servers_own_iterations(measured: Measured) -> 
         requests = run.requests.filter(cell_id=cell["cell_id"])
         steps = run.steps.filter(cell_id=cell["cell_id"])
         assert windows[cell["cell_id"]].engine_iterations == requests.height + steps.height
-    assert table.filter(concurrency=1)["residual"].abs().max() < 1e-6
     shared = table.filter(concurrency=4)
     assert (shared["num_engine_steps"] < shared["num_steps"]).all()
     show("residuals at concurrency 4", values=[round(value, 3) for value in shared["residual"]])
