@@ -56,7 +56,8 @@ _BANDWIDTH: Final = {
     "RTX 4090": 1.008e12,
     "RTX 3090": 0.936e12,
 }
-# Seen in data/samples/h200-27b-modelled: 67 tokens a second of decoding at one request on an H200, where reading 51.4 GB of weights allows 93.
+# Seen in data/samples/h200-27b-modelled: one request decodes 67 tokens a second on an H200, where reading
+# 51.4 GB of weights allows 93.
 _REACHED_BANDWIDTH: Final = 0.7
 _SERVER_START_S: Final = 90.0
 _GIB: Final = 1 << 30
