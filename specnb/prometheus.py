@@ -43,6 +43,17 @@ EMITTED_TOKENS: Final = "spec_decode_num_emitted_tokens"
 EFFICIENCY: Final = "spec_decode_efficiency"
 SGLANG_LENGTH: Final = "sglang:spec_accept_length"
 START_TIME: Final = "process_start_time_seconds"
+GENERATED_TOKENS: Final = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted")
+"""Counters of output tokens, whoever asked for them, by server."""
+BUSY_GAUGES: Final = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "llamacpp:requests_processing",
+    "llamacpp:requests_deferred",
+)
+"""Gauges that are 0 on a server that works on nothing."""
 
 # Histogram buckets are nine tenths of a scrape and nothing here needs them.
 _BUCKET: Final = re.compile(r"^[^\s{]+_bucket[{ ].*$\n?", re.MULTILINE)
@@ -99,6 +110,17 @@ class Scrape:
         return any(name.startswith(ENGINE_PREFIXES) for name in self.samples)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no gauge says that a request runs or waits; true as well where there is no such gauge."""
+        return not any(self.total(name) for name in BUSY_GAUGES)
+
+    @property
+    def generation_tokens(self) -> float | None:
+        """Output tokens since the server started, whoever asked for them; None if it does not count them."""
+        found = (self.total(name) for name in GENERATED_TOKENS)
+        return next((total for total in found if total is not None), None)
+
+    @property
     def start_time_s(self) -> float | None:
         """When the answering process began, Unix seconds; None if the scrape does not say."""
         found = self.find(START_TIME)
@@ -108,8 +130,11 @@ class Scrape:
     def models(self) -> tuple[str, ...]:
         """Values of `model_name` on the token and draft counters, sorted."""
         names = [f"{prefix}{kind}" for prefix in ENGINE_PREFIXES for kind in (DRAFTS, DRAFT_TOKENS)]
-        names += [f"{prefix}generation_tokens" for prefix in ENGINE_PREFIXES]
-        found = {sample.labels.get("model_name") for name in names for sample in self.find(name)}
+        found = {
+            sample.labels.get("model_name")
+            for name in (*names, *GENERATED_TOKENS)
+            for sample in self.find(name)
+        }
         return tuple(sorted(name for name in found if name is not None))
 
     @property
@@ -268,7 +293,7 @@ class Window:
     def idle_change(self) -> str | None:
         """Why the server was not idle when it should have been; None if generated tokens stood still."""
         for first, second in self.idle_pairs:
-            for name in (*(f"{prefix}generation_tokens" for prefix in ENGINE_PREFIXES), f"vllm:{DRAFTS}"):
+            for name in (*GENERATED_TOKENS, f"vllm:{DRAFTS}"):
                 earlier, later = first.total(name), second.total(name)
                 if earlier is not None and later is not None and later > earlier:
                     return (
@@ -335,12 +360,12 @@ class Window:
     @property
     def generation_tokens(self) -> int | None:
         """Tokens the server generated for anyone, after stops and limits; None if it does not say."""
-        return self._count("generation_tokens")
+        return self._count(*GENERATED_TOKENS)
 
     @property
     def num_preemptions(self) -> int | None:
         """Requests that lost their KV cache and were computed again; None if the server does not say."""
-        return self._count("num_preemptions")
+        return self._count(*(f"{prefix}num_preemptions" for prefix in ENGINE_PREFIXES))
 
     @property
     def engine_iterations(self) -> int | None:
@@ -368,9 +393,10 @@ class Window:
         known = [value for value in found if value is not None]
         return round(max(known)) if known else None
 
-    def _count(self, name: str) -> int | None:
-        for prefix in ENGINE_PREFIXES:
-            found = self.delta(f"{prefix}{name}")
+    def _count(self, *names: str) -> int | None:
+        """Growth of the first of these counters that is there."""
+        for name in names:
+            found = self.delta(name)
             if found is not None:
                 return round(found)
         return None

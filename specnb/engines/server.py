@@ -12,7 +12,6 @@ would spoil the cells after it stops the run (a process that keeps the GPU's mem
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 import time
@@ -49,6 +48,7 @@ from specnb.engines.vllm import (
 )
 from specnb.errors import EngineError, PlanError
 from specnb.load import ClosedLoop, Job, OpenLoop, Schedule, poisson_arrivals, trace_arrivals
+from specnb.prometheus import Scrape, parse
 from specnb.provenance import directory_sha256
 from specnb.telemetry import Sampler, gpus
 from specnb.workloads import Prompt
@@ -59,20 +59,6 @@ _IDLE_LIMIT_S: Final = 10.0
 _IDLE_PERIOD_S: Final = 0.05
 _METRICS_TIMEOUT_S: Final = 10.0
 _TOP_LOGPROBS: Final = 20
-# Gauges that are 0 on an idle server, and counters that stand still on one.
-_BUSY_GAUGES: Final = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "sglang:num_running_reqs",
-    "sglang:num_queue_reqs",
-    "llamacpp:requests_processing",
-    "llamacpp:requests_deferred",
-)
-_TOKEN_COUNTERS: Final = (
-    "vllm:generation_tokens_total",
-    "sglang:generation_tokens_total",
-    "llamacpp:tokens_predicted_total",
-)
 
 
 class ServerEngine:
@@ -541,6 +527,7 @@ class ServerEngine:
         """
         deadline = time.monotonic() + _IDLE_LIMIT_S
         found: list[tuple[float, str]] = []
+        last: Scrape | None = None
         while True:
             try:
                 status, body = fetch(server.url, "/metrics", timeout_s=_METRICS_TIMEOUT_S, api_key=self._key)
@@ -549,8 +536,10 @@ class ServerEngine:
             if status != 200:
                 return found[-1:]
             found.append((context.clock(), body.decode("utf-8", errors="replace")))
-            if len(found) > 1 and _is_idle(found[-1][1]) and _tokens(found[-1][1]) == _tokens(found[-2][1]):
+            scrape, before = parse(found[-1][1]), last
+            if before and scrape.is_idle and scrape.generation_tokens == before.generation_tokens:
                 return found[-2:]
+            last = scrape
             if time.monotonic() > deadline:
                 return found[-2:]
             time.sleep(_IDLE_PERIOD_S)
@@ -644,26 +633,3 @@ def _as_text(prompt: Prompt) -> str:
 def _nonce(tier: str, concurrency: int, sampling: str, repeat: int) -> str:
     """The same in every arm, another in every other cell."""
     return f"{request_seed('nonce', tier, concurrency, sampling, repeat) % 16**8:08x}"
-
-
-def _is_idle(body: str) -> bool:
-    """Whether no gauge of running or waiting requests is above 0."""
-    return all(_number(value) == 0 for name, value in _values(body) if name in _BUSY_GAUGES)
-
-
-def _tokens(body: str) -> list[str]:
-    return [value for name, value in _values(body) if name in _TOKEN_COUNTERS]
-
-
-def _values(body: str) -> Iterator[tuple[str, str]]:
-    """(name, value as text) of each sample of a scrape; labels are left out."""
-    for line in body.splitlines():
-        if line and not line.startswith("#"):
-            yield line.partition("{")[0].partition(" ")[0], line.rpartition(" ")[2]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

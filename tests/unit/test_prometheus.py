@@ -322,6 +322,36 @@ def test_b18_prefix_cache_of_an_earlier_cell() -> None:
     assert Window(scrape((5, 0)), scrape((5, 0))).prefix_cache_hit_rate is None
 
 
+IDLE = {
+    "vllm": ("num_requests_running", "num_requests_waiting", "generation_tokens_total"),
+    "sglang": ("num_running_reqs", "num_queue_reqs", "generation_tokens_total"),
+    "llamacpp": ("requests_processing", "requests_deferred", "tokens_predicted_total"),
+}
+
+
+@pytest.mark.parametrize("server", IDLE)
+def test_an_idle_server_runs_nothing_and_lets_nothing_wait(server: str) -> None:
+    def scrape(running: float, waiting: float, tokens: int) -> Scrape:
+        values = zip(IDLE[server], (running, waiting, tokens), strict=True)
+        return parse("".join(f'{server}:{name}{{engine="0"}} {value}\n' for name, value in values))
+
+    assert scrape(0, 0, 7).is_idle
+    assert not scrape(1, 0, 7).is_idle
+    assert not scrape(0, 2, 7).is_idle
+    assert scrape(0, 0, 7).generation_tokens == 7
+    assert Window(scrape(0, 0, 7), scrape(0, 0, 19)).generation_tokens == 12
+    busy = Window.over([scrape(0, 0, tokens) for tokens in (5, 9, 30, 30)])
+    assert (busy.idle_change or "").startswith(f"not_idle: {server}:")
+
+
+def test_one_busy_engine_is_enough_and_no_gauge_is_no_sign_of_work() -> None:
+    engines = 'vllm:num_requests_running{engine="0"} 0\nvllm:num_requests_running{engine="1"} 1\n'
+    assert not parse(engines).is_idle
+    for text in ("", "a 1\n", "<html>404</html>"):
+        assert parse(text).is_idle
+        assert parse(text).generation_tokens is None
+
+
 # Reasons for no number
 
 
