@@ -51,6 +51,8 @@ __all__ = [
     "server_address",
 ]
 
+_MOST_REDIRECTS = 3
+
 
 def server_address(url: str) -> ServerAddress:
     """The address in a server's URL: ``http://host:port``, with or without ``/v1`` or a path before it.
@@ -100,14 +102,15 @@ def fetch(
 ) -> tuple[int, bytes]:
     """One plain blocking call, for ``/health``, ``/v1/models`` and ``/metrics``: HTTP status and body.
 
-    Up to three redirects on the same server are followed.
+    Up to three redirects on the same server are followed; one to another server is the answer.
 
     Raises
     ------
     PlanError
         The URL is malformed.
     EngineError
-        The server can't be reached, does not answer in `timeout_s` seconds, or answers no HTTP.
+        The server can't be reached, does not answer in `timeout_s` seconds, answers no HTTP, or redirects
+        more than three times.
     """
     address = server_address(url)
     headers = {"Accept": "*/*"}
@@ -115,7 +118,8 @@ def fetch(
         headers["Authorization"] = f"Bearer {_checked_key(api_key)}"
     if body is not None:
         headers["Content-Type"] = "application/json"
-    for _ in range(4):
+    asked = path
+    for _ in range(1 + _MOST_REDIRECTS):
         connection = (
             http.client.HTTPSConnection(address.host, address.port, timeout=timeout_s)
             if address.scheme == "https"
@@ -140,15 +144,15 @@ def fetch(
                 ) from error
         target = response.getheader("Location")
         if response.status not in (301, 302, 307, 308) or target is None:
-            break
+            return response.status, content
         there = urllib.parse.urlsplit(
             urllib.parse.urljoin(f"{address.scheme}://{address.netloc}{path}", target)
         )
         if there.hostname != address.host or (there.port or address.port) != address.port:
-            break
+            return response.status, content
         path = there.path + (f"?{there.query}" if there.query else "")
         address = ServerAddress(scheme=address.scheme, host=address.host, port=address.port)
-    return response.status, content
+    raise EngineError(f"{address.netloc}{asked}: more than {_MOST_REDIRECTS} redirects; correct the url")
 
 
 def _checked_key(api_key: str) -> str:

@@ -869,3 +869,11 @@ def test_fetch_says_in_one_line_what_is_wrong() -> None:
 def test_a_name_that_is_none_is_said() -> None:
     with pytest.raises(EngineError, match=r"no-such-host\.invalid:80: the name can't be resolved"):
         Client("http://no-such-host.invalid").run(ClosedLoop(jobs(1), 1))
+def test_fetch_gives_up_after_three_redirects() -> None:
+    there = b"HTTP/1.1 307 Moved\r\nLocation: /metrics/\r\nContent-Length: 0\r\n\r\n"
+    here = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\na 1\n"
+    assert fetched([there] * 3 + [here], "/metrics") == (200, b"a 1\n")
+    with pytest.raises(EngineError, match=r":\d+/metrics: more than 3 redirects; correct the url$"):
+        fetched([there] * 4, "/metrics")
+
+
