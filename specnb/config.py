@@ -68,9 +68,9 @@ class Engine(_Strict):
     """How answers are generated.
 
     `device` and `num_threads` concern the in-process engine; `args` (vLLM's options, underscores
-    for hyphens), `env`, `python` (the interpreter that has vLLM), `port`, `devices`
-    (CUDA_VISIBLE_DEVICES) and `start_timeout_s` concern launched servers; `api_key_env` names the
-    environment variable that holds the key of running ones.
+    for hyphens), `env`, `python` (the interpreter that has vLLM; a path is relative to the plan's
+    file), `port`, `devices` (CUDA_VISIBLE_DEVICES) and `start_timeout_s` concern launched servers;
+    `api_key_env` names the environment variable that holds the key of running ones.
     """
 
     kind: Literal["transformers", "vllm", "openai", "simulated"]
@@ -373,6 +373,16 @@ class Plan(_Strict):
         except (OSError, ValueError):  # too long for a path, or a NUL in it: no path
             found = False
         return str((self._folder / name).resolve()) if found else name
+
+    @property
+    def server_python(self) -> str | None:
+        """`engine.python`, one with a slash as an absolute path from the folder of the plan's file.
+
+        Links are kept, unlike in `located`: an environment's interpreter is a link, and its place names the
+        environment. A name without a slash is left to the search path; None: the plan names none.
+        """
+        python = self.engine.python
+        return str(self._folder.resolve() / python) if python is not None and "/" in python else python
 
     @property
     def baseline(self) -> Arm:

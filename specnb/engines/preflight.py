@@ -105,7 +105,7 @@ class ServedVersion:
         if plan is None or plan.engine.kind != "vllm":
             return cls()
         try:
-            return cls(found=support.installed_version(plan.engine.python))
+            return cls(found=support.installed_version(plan.server_python))
         except EngineError as error:
             return cls(problem=str(error))
 

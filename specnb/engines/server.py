@@ -89,7 +89,7 @@ class ServerEngine:
         self._say: Callable[[str], None] = lambda line: None
         self._baseline_served = False
         if self._launches:
-            self._version = installed_version(plan.engine.python)
+            self._version = installed_version(plan.server_python)
             found = refusals(plan, self._version)
             if found:
                 raise PlanError(found[0])

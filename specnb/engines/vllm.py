@@ -204,7 +204,7 @@ class VllmServer:
         self.arm = arm
         self.model = f"{plan.name}.{arm.name}"
         self._plan = plan
-        self._python = _found_from_here(python or plan.engine.python or sys.executable)
+        self._python = _found_from_here(python or plan.server_python or sys.executable)
         self._env = {**plan.engine.env, **(env or {})}
         self._port = port or plan.engine.port
         self._devices = devices or plan.engine.devices

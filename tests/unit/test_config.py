@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ load: {concurrency: [1, 2]}
 """
 CLAIM = (
     "published: {source: s, conditions: c, claims: [\n"
-    "  {arm: a, workload: w, concurrency: 1, acceptance_length: 2.0, baseline_tokens_per_s: 1.0, tokens_per_s: 2.0}]}\n"
+    "  {arm: a, workload: w, concurrency: 1, acceptance_length: 2.0, baseline_tokens_per_s: 1.0, "
+    "tokens_per_s: 2.0}]}\n"
 )
 NAME_RULE = "must be 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit"
 MAPPING = "a plan is a mapping of keys (name, target, engine, arms, ...), not"
@@ -489,8 +492,8 @@ VALUES = [
     ),
     (
         swapped("{kind: simulated}", "{kind: simulated, env: {HF_TOKEN: x}}"),
-        ":3: engine.env.HF_TOKEN: its value would stand in the run's manifest; remove it and set the variable "
-        "where specnb is started",
+        ":3: engine.env.HF_TOKEN: its value would stand in the run's manifest; remove it and set the "
+        "variable where specnb is started",
     ),
     (
         swapped("{kind: simulated}", "{kind: simulated, port: 70000}"),
@@ -986,6 +989,37 @@ def test_paths_are_relative_to_the_plans_folder(tmp_path: Path, monkeypatch: pyt
     # What is stored and hashed is the plan's own text, the same in every checkout.
     assert plan.workload.set == "mine.jsonl"
     assert plan.sha256 == plan_from_dict(content).sha256
+
+
+def test_the_servers_interpreter_is_relative_to_the_plans_folder_and_stays_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, environment = tmp_path / "data" / "plans", tmp_path / "env" / "bin"
+    for made in (folder, environment):
+        made.mkdir(parents=True)
+    (environment / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(environment)
+    for name, expected in (
+        ("../../env/bin/python", str(folder / "../../env/bin/python")),
+        (str(environment / "python"), str(environment / "python")),
+        ("python3", "python3"),
+        (None, None),
+    ):
+        content = good()
+        content["engine"] = {"kind": "vllm", "python": name}
+        (folder / "plan.yaml").write_text(yaml.safe_dump(content))
+        plan = read_plan("../../data/plans/plan.yaml")
+        assert (plan.server_python, plan.engine.python) == (expected, name)
+    (folder / "plan.yaml").write_text(
+        yaml.safe_dump({**content, "engine": {"kind": "vllm", "python": "./a/b"}})
+    )
+    assert read_plan("../../data/plans/plan.yaml").server_python == str(folder / "a" / "b")
+
+
+def test_the_cpu_plan_names_the_environment_that_make_makes() -> None:
+    root = Path(__file__).parents[2]
+    plan = read_plan(root / "data" / "plans" / "cpu-vllm-ngram.yaml")
+    assert os.path.normpath(plan.server_python or "") == str(root / ".venv-vllm" / "bin" / "python")
 
 
 def test_names_that_are_no_paths_stay(tmp_path: Path) -> None:

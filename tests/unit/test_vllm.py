@@ -436,6 +436,26 @@ def test_b38_a_stranger_on_the_port_is_refused(make_server: Make, tmp_path: Path
         server.start(tmp_path / "server.log")
     stranger = re.search(r"\(process (\d+)\)", str(caught.value))
     assert stranger is not None
+def test_an_interpreter_beside_the_plan_is_found_from_anywhere_and_run_by_its_link(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment's interpreter is a link; what it points to has none of the environment's packages."""
+    for name in ("plans", "env", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "env" / "python").symlink_to(python)
+    content = make_plan(engine={"python": "../env/python", "start_timeout_s": 20}).model_dump(mode="json")
+    (tmp_path / "plans" / "plan.yaml").write_text(json.dumps(content))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    plan = read_plan(tmp_path / "plans" / "plan.yaml")
+    server = VllmServer(plan, plan.arms[0])
+    try:
+        server.start(tmp_path / "server.log")
+        assert server.pid is not None
+        assert server._command[0] == str(tmp_path / "plans" / "../env/python")
+    finally:
+        server.stop()
+
+
     pid = int(stranger[1])
     assert psutil.pid_exists(pid)  # not ours, so not ended
     assert listens(port_of(server))
