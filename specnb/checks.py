@@ -16,7 +16,13 @@ from typing import Any, Final
 import polars as pl
 
 from specnb import schema
-from specnb.equivalence import LOSSY_METHODS, degenerate_logprobs, not_comparable, speculating_arms
+from specnb.equivalence import (
+    LOSSY_METHODS,
+    degenerate_logprobs,
+    inactive_classes,
+    not_comparable,
+    speculating_arms,
+)
 from specnb.errors import RecordError, SpecnbError
 from specnb.prometheus import Scrape, Window, falling_counter, parse
 from specnb.provenance import file_sha256
@@ -26,7 +32,6 @@ from specnb.reconciliation import (
     cell_windows,
     client_limited_cells,
     headline_source,
-    inactive_classes,
     prefix_cache_table,
     reconcile,
     server_tokens,
@@ -402,12 +407,9 @@ def _server_drafts(run: Run) -> str:
             raise _Broken(f"{cell['cell_id']}: {error}") from error
         if found.num_drafts:
             raise _Broken(f"{cell['cell_id']}: the baseline's server verified {found.num_drafts} drafts")
-    answered = set(
-        run.requests.filter(pl.col("status") == "ok").select("arm", "sampling").unique().iter_rows()
-    )
     classes = inactive_classes(run)
     for arm, sampling, active, reason in classes.iter_rows():
-        if active is False and (arm, sampling) in answered:
+        if active is False:
             raise _Broken(f"{reason} (arm {arm}, {sampling}); verdicts on those requests are vacuous")
     unknown = classes.filter(pl.col("active").is_null())
     if unknown.height:

@@ -1046,6 +1046,40 @@ def draft_activity(run: Run) -> pl.DataFrame:
     )
 
 
+def inactive_classes(run: Run) -> pl.DataFrame:
+    """Request classes (arm x sampling) not known to have drafts at any load: verdicts on them are vacuous.
+
+    Returns
+    -------
+    pl.DataFrame
+        arm, sampling, active (False: every cell with an answered request tells of 0 drafts; null: some cell
+        does not tell and none tells of a draft), reason. Classes with drafts have no row. By the rule of
+        `draft_activity`.
+    """
+    silent = pl.col("active").is_null()
+    classes = (
+        draft_activity(run)
+        .group_by("arm", "sampling", maintain_order=True)
+        .agg(
+            pl.col("active").any(ignore_nulls=False),
+            pl.col("num_requests").sum(),
+            pl.col("reason").filter(silent).first(),
+        )
+        .filter(~pl.col("active").fill_null(False))
+    )
+    off = pl.format(
+        f"{INACTIVE}: 0 drafts in {{}} requests; what they ask for "
+        "(logprobs, penalties, min_p) may switch speculation off: ask without",
+        "num_requests",
+    )
+    return classes.select(
+        "arm",
+        "sampling",
+        "active",
+        pl.when(pl.col("active").is_null()).then("reason").otherwise(off).alias("reason"),
+    )
+
+
 def _active_settings(activity: pl.DataFrame) -> dict[str, bool | None]:
     """`active` of every sampling setting with an answered request, over its concurrencies."""
     return {

@@ -231,38 +231,6 @@ def acceptance_sources(run: Run) -> pl.DataFrame:
     )
 
 
-def inactive_classes(run: Run) -> pl.DataFrame:
-    """Request classes (arm x sampling) of which no source saw a draft: verdicts on them are vacuous.
-
-    Returns
-    -------
-    pl.DataFrame
-        arm, sampling, active (False: some source counted 0 drafts and none counted any; null: no source
-        says anything), reason. Classes with drafts have no row.
-    """
-    rows: list[dict[str, Any]] = []
-    for (arm, sampling), group in reconcile(run).group_by("arm", "sampling", maintain_order=True):
-        # Chunks of one token each prove nothing; more than one token at a time needs drafts.
-        counted = group.filter((pl.col("source") != "chunks") & pl.col("num_drafts").is_not_null())
-        stream = group.filter((pl.col("source") == "chunks") & pl.col("usable"))
-        if (counted["num_drafts"] > 0).any() or (stream["num_accepted_tokens"] > 0).any():
-            continue
-        if counted.is_empty():
-            reason = next(iter(group["reason"].drop_nulls()), "no source")
-            rows.append({"arm": arm, "sampling": sampling, "active": None, "reason": f"unknown: {reason}"})
-        else:
-            requests = _total(group.unique("cell_id"), "num_requests")
-            reason = (
-                f"{INACTIVE}: 0 drafts in {requests} requests; what they ask for "
-                "(logprobs, penalties, min_p) may switch speculation off: ask without"
-            )
-            rows.append({"arm": arm, "sampling": sampling, "active": False, "reason": reason})
-    return pl.DataFrame(
-        rows,
-        schema={"arm": pl.String, "sampling": pl.String, "active": pl.Boolean, "reason": pl.String},
-    )
-
-
 def request_drafts(run: Run) -> pl.DataFrame:
     """Drafts of every request as far as its own steps or response say.
 

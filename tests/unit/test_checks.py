@@ -473,7 +473,7 @@ def test_i7_a_server_that_says_nothing_is_unknown_and_a_drafting_baseline_a_faul
     silent = ServerCell(requests=[ServerRequest(num_output_tokens=21)])
     assert server_failures(tmp_path / "a", BASE, silent) == {}
     assert detail_of(tmp_path / "b", "I7 drafts in the judged requests", BASE, silent).startswith(
-        "not known for arm draft under greedy: unknown: no response carried acceptance figures"
+        "not known for arm draft under greedy: no source tells of drafts (no response carried acceptance"
     )
     found = server_failures(tmp_path / "c", BASE, silent, kind="vllm")
     assert found["acceptance sources"].startswith("arm draft: no source of acceptance: response: no response")

@@ -25,6 +25,7 @@ from specnb.equivalence import (
     greedy_pairs,
     greedy_table,
     holm,
+    inactive_classes,
     is_corrupted,
     judge_equivalence,
     known_drafts,
@@ -724,6 +725,7 @@ def test_a24_steps_guessed_from_chunks_prove_no_draft(tmp_path: Path) -> None:
     drafts = known_drafts(run).filter(pl.col("request_id").str.starts_with("draft"))["num_drafts"]
     assert drafts.null_count() == 24
     assert draft_activity(run)["active"].to_list() == [None]
+    assert inactive_classes(run).select("arm", "sampling", "active").rows() == [("draft", "greedy", None)]
     found = judge(run)
     assert found.outcome == "inconclusive"
     assert found.reasons[0].startswith("it is not known whether anything was drafted, so equal answers")
@@ -741,7 +743,9 @@ def test_b39_a_load_without_drafts_is_left_out_and_named(tmp_path: Path) -> None
     four = ServerCell(concurrency=4, requests=many())
     scrapes = [scrape(240, 240, generated=0), scrape(240, 240, generated=24 * 17)]
     eight = ServerCell(concurrency=8, requests=many(None), scrapes=scrapes)
-    found = judge(served(tmp_path, four, eight))
+    run = served(tmp_path, four, eight)
+    assert inactive_classes(run).is_empty(), "the class drafted at another load"
+    found = judge(run)
     assert (found.outcome, found.num_prompts) == ("equivalent", 24)
     assert "no draft was verified at concurrency 8 (greedy), which is left out" in found.reasons
 

@@ -12,10 +12,10 @@ from server_runs import ServerCell, ServerRequest, scrape, server_plan, vllm_acc
 
 from specnb import reconciliation
 from specnb.config import Plan
+from specnb.equivalence import inactive_classes
 from specnb.reconciliation import (
     acceptance_sources,
     headline_source,
-    inactive_classes,
     reconcile,
     request_drafts,
     server_tokens,
