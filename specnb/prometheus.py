@@ -214,20 +214,6 @@ class SpecCounters:
             return None
         return 1 + self.num_accepted_tokens / self.num_drafts
 
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens, in [0, 1]; None without drafts or where `reason` is set."""
-        if self.reason is not None or not self.num_draft_tokens or self.num_accepted_tokens is None:
-            return None
-        return self.num_accepted_tokens / self.num_draft_tokens
-
-    @property
-    def acceptance_rate_by_position(self) -> tuple[float, ...] | None:
-        """Accepted beyond each position / drafts (unconditional); None without drafts or counts."""
-        if self.reason is not None or self.accepted_per_position is None or not self.num_drafts:
-            return None
-        return tuple(count / self.num_drafts for count in self.accepted_per_position)
-
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -30,14 +30,11 @@ class BodyOptions:
         Ask for the running token count in every chunk, for servers that don't return ids.
     chat_template_kwargs
         Arguments of the server's chat template (`enable_thinking`); chat only.
-    extras
-        Further fields; they replace those of the same name.
     """
 
     return_token_ids: bool = False
     continuous_usage: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    extras: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sampling_fields(sampling: Sampling, *, max_tokens: int, seed: int) -> dict[str, Any]:
@@ -128,5 +125,4 @@ def _encoded(body: dict[str, Any], options: BodyOptions) -> bytes:
         body["stream_options"]["continuous_usage_stats"] = True
     if options.return_token_ids:
         body["return_token_ids"] = True
-    body.update(options.extras)
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()

@@ -786,14 +786,14 @@ def test_b28_a_completion_asks_for_what_its_options_say() -> None:
     sampling = Sampling(
         name="sampled", temperature=1.0, top_p=0.95, top_k=20, max_tokens=512, ignore_eos=True
     )
-    options = BodyOptions(return_token_ids=True, continuous_usage=True, extras={"min_p": 0.1, "priority": 3})
+    options = BodyOptions(return_token_ids=True, continuous_usage=True)
     body = json.loads(completions_body("m", "Once", sampling, max_tokens=9, seed=1, options=options))
     assert body["prompt"] == "Once"
     assert (body["temperature"], body["top_p"], body["top_k"], body["max_tokens"]) == (1.0, 0.95, 20, 9)
     assert body["ignore_eos"] is True
     assert body["return_token_ids"] is True
     assert body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert (body["min_p"], body["priority"]) == (0.1, 3)
+    assert body["min_p"] == 0.0
     assert "max_completion_tokens" not in body
     ids = json.loads(completions_body("m", [5, 6], GREEDY, max_tokens=9, seed=1))
     assert ids["prompt"] == [5, 6]

@@ -71,9 +71,8 @@ def test_a02_positions_are_summed_over_engines(order: int) -> None:
     scrape = parse("\n".join(TWO_ENGINES.splitlines()[::order]) + "\n")
     found = scrape.acceptance(2)
     assert found.mean_acceptance_length == pytest.approx(2.13)
-    assert found.acceptance_rate_by_position == pytest.approx((0.72, 0.41))
+    assert found.accepted_per_position == (72, 41), "of 100 drafts: 0.72 and 0.41"
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (100, 200, 113)
-    assert 1 + sum(found.acceptance_rate_by_position or ()) == pytest.approx(2.13)
     lengths = {name: engine.mean_acceptance_length for name, engine in found.by_engine.items()}
     assert lengths == {"0": pytest.approx(2.25), "1": pytest.approx(2.05)}
 
@@ -174,8 +173,7 @@ def test_a21_the_old_set_derives_drafts_from_k() -> None:
     found = parse(OLD_SET).acceptance(4)
     assert (found.dialect, found.num_drafts, found.num_draft_tokens) == ("vllm-v0", 500, 2000)
     assert found.mean_acceptance_length == 3.0
-    assert found.draft_acceptance_rate == 0.5
-    assert found.acceptance_rate_by_position is None
+    assert (found.num_accepted_tokens, found.accepted_per_position) == (1000, None)
     assert found.flags == ("derived: drafts = 2000 draft tokens / 4",), "0.60 = 1500 / (500 x 5) agrees"
 
 
@@ -363,8 +361,7 @@ def test_a19_no_drafts_is_null_and_inactive() -> None:
     tokens = 'vllm:generation_tokens_total{engine="0",model_name="m"} '
     window = Window(parse(zero + positions + tokens + "100\n"), parse(zero + positions + tokens + "2500\n"))
     found = window.acceptance(3)
-    assert (found.mean_acceptance_length, found.draft_acceptance_rate) == (None, None)
-    assert (found.accepted_per_position, found.acceptance_rate_by_position) == (None, None)
+    assert (found.mean_acceptance_length, found.accepted_per_position) == (None, None)
     assert found.num_drafts == 0
     assert found.reason == "speculation_inactive: 0 drafts while 2400 tokens were generated"
 
@@ -418,8 +415,9 @@ def test_a15_short_drafts_are_flagged() -> None:
         for place, count in places.items()
     )
     found = parse(text).acceptance(4)
-    assert (found.mean_acceptance_length, found.draft_acceptance_rate) == (2.75, 0.875)
-    assert found.acceptance_rate_by_position == (0.75, 0.5, 0.25, 0.25)
+    assert found.mean_acceptance_length == 2.75
+    assert (found.num_accepted_tokens, found.num_draft_tokens, found.num_drafts) == (7, 8, 4)
+    assert found.accepted_per_position == (3, 2, 1, 1)
     assert found.flags == ("ragged: draft tokens / drafts = 2, not 4",)
 
 
