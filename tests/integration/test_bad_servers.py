@@ -45,7 +45,7 @@ def _run(
     *,
     concurrency: int = 4,
     path: str = _CHAT,
-    within_s: float = 5.0,
+    within_s: float = 20.0,
     deadline_s: float | None = None,
     **limits: Any,
 ) -> tuple[dict[str, Answer], ClientFacts]:
@@ -123,16 +123,22 @@ def test_b15_answers_without_tokens_are_failures_without_a_ttft(server: FakeServ
         {"send_at_s": [0.3], "tokens": [8]},
         {"fail": "empty"},
     ]
+    for i, fake in enumerate(fakes):
+        fake["key"] = f"r{i}"
     answers, _ = _run(server, fakes)
     kinds = Counter((answer.status, answer.error_kind) for answer in answers.values())
     assert kinds == {("ok", None): 2, ("error", "empty"): 2}
-    ttft = [
-        answer.first_token_s - answer.sent_s
-        for answer in answers.values()
+    ttft = {
+        name: answer.first_token_s - answer.sent_s
+        for name, answer in answers.items()
         if answer.first_token_s is not None and answer.sent_s is not None
-    ]
-    assert sum(ttft) / 2 == pytest.approx(0.20, abs=0.03)
-    assert len(ttft) == 2
+    }
+    # What the server did is the truth: it is never early, but late on a busy machine.
+    truth = {r["key"]: r["sent_s"][0] - r["received_s"] for r in server.records() if r["sent_s"]}
+    assert list(ttft) == sorted(truth) == ["r0", "r2"]
+    assert ttft["r0"] >= truth["r0"] >= 0.10
+    assert ttft["r2"] >= truth["r2"] >= 0.30
+    assert sum(ttft.values()) / 2 == pytest.approx(sum(truth.values()) / 2, abs=0.1)
 
 
 def test_b17_a_cut_stream_fails_and_its_text_is_kept(server: FakeServer) -> None:
@@ -218,18 +224,18 @@ def test_a_port_where_nothing_listens_is_a_connect_error() -> None:
 
 
 def test_a_server_restarted_between_requests_only_costs_those_in_flight(server: FakeServer) -> None:
-    """A request of 0.1 s every 0.12 s; the server is replaced after 0.5 s: kept connections die with the old
+    """A request of 0.4 s every 0.5 s; the server is replaced after 2.2 s: kept connections die with the old
     one, later requests reach the new one."""
-    jobs = _jobs([{"num_chunks": 3, "gap_s": 0.05}] * 12)
+    jobs = _jobs([{"num_chunks": 3, "gap_s": 0.2}] * 12)
 
     def restart() -> None:
-        time.sleep(0.5)
+        time.sleep(2.2)
         server.start()
 
     thread = threading.Thread(target=restart)
     client = Client(server.url, clock=time.perf_counter)
     thread.start()
-    answers, _ = client.run(OpenLoop(jobs, [0.12 * i for i in range(12)]), on_done=lambda answer: None)
+    answers, _ = client.run(OpenLoop(jobs, [0.5 * i for i in range(12)]), on_done=lambda answer: None)
     thread.join()
     rows = {answer.request_id: answer for answer in answers}
     for i in (0, 1, 2, 10, 11):
@@ -240,23 +246,29 @@ def test_a_server_restarted_between_requests_only_costs_those_in_flight(server: 
 
 
 def test_a_hang_is_over_after_the_stall_limit(server: FakeServer) -> None:
-    """No byte for 0.4 s ends one request; one that goes on slowly, a chunk every 0.3 s, does not stall."""
-    fakes: list[dict[str, Any]] = [{"fail": "hang"}, {"send_at_s": [0.3, 0.6, 0.9], "tokens": [1, 1, 1]}]
-    start = time.perf_counter()
-    answers, _ = _run(server, fakes, stall_timeout_s=0.4)
-    assert time.perf_counter() - start < 1.5
+    """No byte for 1.6 s ends one request; one that goes on slowly, a chunk every 1.2 s, does not stall."""
+    fakes: list[dict[str, Any]] = [
+        {"key": "hangs", "fail": "hang"},
+        {"key": "slow", "send_at_s": [1.2, 2.4, 3.6], "tokens": [1, 1, 1]},
+    ]
+    answers, _ = _run(server, fakes, stall_timeout_s=1.6)
     assert (answers["r0"].status, answers["r0"].error_kind) == ("timeout", "stalled")
     assert answers["r1"].status == "ok"
+    # By the server's stamps: left no sooner than the limit after its last byte, and before the slow one ends.
+    records = {record["key"]: record for record in server.records()}
+    assert records["hangs"]["ended"] == "client_left"
+    assert records["hangs"]["end_s"] - records["hangs"]["sent_s"][-1] >= 1.6
+    assert records["hangs"]["end_s"] < records["slow"]["end_s"]
 
 
 def test_a_request_that_drips_for_ever_meets_the_request_limit(server: FakeServer) -> None:
     fakes = [{"num_chunks": 1000, "gap_s": 0.02}, {"num_chunks": 5, "gap_s": 0.02}]
-    answers, _ = _run(server, fakes, request_timeout_s=0.5, within_s=2)
+    answers, _ = _run(server, fakes, request_timeout_s=2.0, within_s=10)
     assert (answers["r0"].status, answers["r0"].error_kind) == ("timeout", "request_timeout")
     assert answers["r0"].chunks
     assert answers["r1"].status == "ok"
     # The server saw the client leave: nothing goes on generating behind the next cell's back.
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while b'running{engine="0",model_name="fake-model"} 0.0' not in server.call("GET", "/metrics"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -264,9 +276,9 @@ def test_a_request_that_drips_for_ever_meets_the_request_limit(server: FakeServe
 
 
 def test_the_cell_deadline_keeps_cancelled_requests_visible(server: FakeServer) -> None:
-    """Ten requests of 0.3 s, two at a time, deadline 0.5 s: two ok, two cancelled in flight, six not sent."""
-    fakes = [{"send_at_s": [0.1, 0.3], "tokens": [1, 1]} for _ in range(10)]
-    answers, _ = _run(server, fakes, concurrency=2, deadline_s=0.5, within_s=1.5)
+    """Ten requests of 1.2 s, two at a time, deadline 2 s: two ok, two cancelled in flight, six not sent."""
+    fakes = [{"send_at_s": [0.4, 1.2], "tokens": [1, 1]} for _ in range(10)]
+    answers, _ = _run(server, fakes, concurrency=2, deadline_s=2.0, within_s=5.5)  # all ten would take 6 s
     kinds = Counter((answer.status, answer.error_kind) for answer in answers.values())
     assert kinds == {("ok", None): 2, ("cancelled", "deadline"): 8}
     assert sum(answer.sent_s is None for answer in answers.values()) == 6

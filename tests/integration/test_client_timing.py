@@ -15,11 +15,10 @@ import itertools
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ import pytest
 from fake_server import FakeServer
 
 from specnb import latency
-from specnb.engines.openai import Answer, Client
+from specnb.engines.openai import LAG_LIMIT_S, Answer, Client
 from specnb.load import ClosedLoop, Job, OpenLoop
 
 _TESTS = Path(__file__).parents[1]
@@ -44,7 +43,6 @@ _CORES = sorted(os.sched_getaffinity(0))
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 12
 # Errors below these are the machine's, not the client's: one timer tick or one interrupt at either end.
 _FLOOR_S = {"mean": 50e-6, "p99": 250e-6}
-_LAG_LIMIT_S = 0.010
 
 
 @pytest.fixture
@@ -149,7 +147,7 @@ def test_errors_are_at_most_twice_those_of_a_bare_reader(
                 best[program, name, what] = min(value, best.get((program, name, what), value))
             if program == _OURS:
                 # A late client says so: errors far over the limit without a word would be the worst outcome.
-                late = np.quantile(errors.ttft, 0.95) > 2 * _LAG_LIMIT_S
+                late = np.quantile(errors.ttft, 0.95) > 2 * LAG_LIMIT_S
                 assert reply["facts"]["limited"] or not late
                 assert reply["facts"]["max_in_flight"] == concurrency
         told = []
@@ -157,10 +155,13 @@ def test_errors_are_at_most_twice_those_of_a_bare_reader(
             floor_s = _FLOOR_S[what] * (1.0 if name == "ttft" else 2.0 / (_TOKENS * (num_chunks - 1)))
             bare, ours = best[_BARE, name, what], best[_OURS, name, what]
             if ours > 2 * max(bare, floor_s):
-                told.append(f"{name} {what}: bare {bare * 1e6:.1f} us, client {ours * 1e6:.1f} us")
+                told.append(
+                    f"{name} {what}: client {ours * 1e6:.1f} us, bare reader {bare * 1e6:.1f} us (floor "
+                    f"{floor_s * 1e6:.1f} us), the best of {repeat + 1}"
+                )
         if repeat + 1 >= _FEWEST_REPEATS and not told:
             break
-    assert not told
+    assert not told, "; ".join(told)
 
 
 def test_b23_a_slow_consumer_makes_the_client_late_and_it_says_so(server: FakeServer) -> None:
@@ -170,10 +171,13 @@ def test_b23_a_slow_consumer_makes_the_client_late_and_it_says_so(server: FakeSe
     server.records()
     slow = _finish(_start("client_driver.py", server, bodies, 16, on_done_sleep_s=0.03))
     errors = _errors(slow, server)
-    assert quick["facts"]["limited"] == []
-    assert np.quantile(errors.ttft, 0.99) > _LAG_LIMIT_S
+    # A busy machine may make even the quick one late; it says so if its lag is over the limit, and only then.
+    quick_lag_s = quick["facts"]["loop_lag_p99_s"]
+    assert len(quick["facts"]["limited"]) == (quick_lag_s > LAG_LIMIT_S), quick["facts"]
+    assert quick_lag_s < slow["facts"]["loop_lag_p99_s"]
+    assert np.quantile(errors.ttft, 0.99) > LAG_LIMIT_S
     assert slow["facts"]["loop_lag_max_s"] >= 0.03
-    assert slow["facts"]["loop_lag_p99_s"] > _LAG_LIMIT_S
+    assert slow["facts"]["loop_lag_p99_s"] > LAG_LIMIT_S
     assert any("lag" in reason for reason in slow["facts"]["limited"])
 
 
@@ -215,47 +219,73 @@ def _frame(answers: list[Answer]) -> pl.DataFrame:
     )
 
 
-def _closest(values: Iterable[float | None], expected: float) -> float:
-    """The value nearest to what is expected.
+def _truth(server: FakeServer, answers: list[Answer]) -> list[dict[str, Any]]:
+    """The server's records of these answers, in their order, once every stamp has been set against them.
 
-    A request is sent several times in turn and the least disturbed one is judged: a busy machine makes a
-    stamp late by milliseconds now and then, a wrong definition is wrong every time.
+    Whatever the machine does, no stamp comes before what it is the stamp of. How late they may be is the
+    bare reader's matter; here they must fall before the next send in at least one answer, since the same
+    request is sent several times in turn: a busy machine delays a stamp now and then, a wrong definition is
+    wrong every time.
     """
-    known = [value for value in values if value is not None]
-    assert known
-    return min(known, key=lambda value: abs(value - expected))
+    records = {record["key"]: record for record in server.records()}
+    truth = [records.pop(answer.request_id) for answer in answers]
+    assert not records
+    timely = []
+    for answer, record in zip(answers, truth, strict=True):
+        received = [received_s for received_s, _ in answer.chunks]
+        assert [tokens for _, tokens in answer.chunks] == record["num_tokens"]
+        assert answer.sent_s is not None
+        assert answer.scheduled_s <= answer.sent_s <= record["received_s"]
+        assert all(there >= here for there, here in zip(received, record["sent_s"], strict=True))
+        assert (answer.first_token_s, answer.last_token_s) == (received[0], received[-1])
+        timely.append(
+            all(there < after for there, after in zip(received, record["sent_s"][1:], strict=False))
+        )
+    assert any(timely)
+    return truth
+
+
+def _stamps(answer: Answer) -> np.ndarray:
+    """When each chunk with tokens came.  # shape: [num_chunks]"""
+    return np.array([received_s for received_s, _ in answer.chunks])
 
 
 def test_b01_tpot_divides_by_the_tokens_after_the_first_chunk(server: FakeServer) -> None:
     """Chunks at 100, 130, 160, 190 ms with 1, 3, 3, 3 tokens: TPOT 10 ms, chunk gap 30 ms."""
     fake = {"send_at_s": [0.1, 0.13, 0.16, 0.19], "tokens": [1, 3, 3, 3]}
     answers = _run(server, *[fake] * 5, concurrency=1)
+    truth = _truth(server, answers)
     rows = latency.request_latency(_frame(answers))
     assert {(a.num_output_tokens, a.num_first_chunk_tokens) for a in answers} == {(10, 1)}
-    assert _closest(rows["ttft_s"], 0.100) == pytest.approx(0.100, abs=0.001)
-    assert _closest(rows["tpot_s"], 0.010) == pytest.approx(0.010, abs=0.0002)
     assert set(rows["tpot_basis"]) == {"first chunk"}
-    gaps = [np.diff([received_s for received_s, _ in answer.chunks]).mean() for answer in answers]
-    assert _closest(gaps, 0.030) == pytest.approx(0.030, abs=0.0005)
-    assert [tokens for _, tokens in answers[0].chunks] == [1, 3, 3, 3]
+    for answer, record, row in zip(answers, truth, rows.iter_rows(named=True), strict=True):
+        stamps = _stamps(answer)
+        assert row["ttft_s"] == pytest.approx(stamps[0] - answer.sent_s)
+        assert row["ttft_s"] >= record["sent_s"][0] - record["received_s"] >= 0.100
+        assert row["tpot_s"] == pytest.approx((stamps[3] - stamps[0]) / 9)
+        assert np.diff(stamps).mean() / row["tpot_s"] == pytest.approx(30 / 10)
 
 
 def test_b01_a_first_chunk_of_several_tokens_is_taken_off(server: FakeServer) -> None:
     """Chunks of 4 at 50, 90, 130 ms: 80 ms for 8 tokens is 10 ms a token, not 80 / 11."""
     answers = _run(server, *[{"send_at_s": [0.05, 0.09, 0.13], "tokens": [4, 4, 4]}] * 5, concurrency=1)
+    _truth(server, answers)
     assert {answer.num_first_chunk_tokens for answer in answers} == {4}
     tpot_s = latency.request_latency(_frame(answers))["tpot_s"]
-    assert _closest(tpot_s, 0.010) == pytest.approx(0.010, abs=0.0002)
+    assert tpot_s.to_list() == pytest.approx([np.ptp(_stamps(answer)) / 8 for answer in answers])
 
 
 def test_b03_throughput_counts_tokens_not_chunks(server: FakeServer) -> None:
     """20 chunks of 4 tokens within 2.0 s of sending: 40 tokens a second, not 10."""
-    (answer,) = _run(server, {"send_at_s": [0.1 * (i + 1) for i in range(20)], "tokens": [4] * 20})
+    answers = _run(server, {"send_at_s": [0.1 * (i + 1) for i in range(20)], "tokens": [4] * 20})
+    (answer,), (record,) = answers, _truth(server, answers)
     assert len(answer.chunks) == 20
     assert answer.num_output_tokens == 80
     assert answer.last_token_s is not None
     assert answer.sent_s is not None
-    assert answer.num_output_tokens / (answer.last_token_s - answer.sent_s) == pytest.approx(40, rel=0.01)
+    rate = answer.num_output_tokens / (answer.last_token_s - answer.sent_s)
+    assert rate <= 40  # the server is never early
+    assert rate == pytest.approx(80 / (record["sent_s"][-1] - record["received_s"]), rel=0.1)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -270,9 +300,14 @@ def test_b06_reasoning_starts_ttft_and_the_role_chunk_does_not(server: FakeServe
         "text": ["Hm", "Yes"],
     }
     answers = _run(server, *[fake] * 4, concurrency=1)
+    truth = _truth(server, answers)
     rows = latency.request_latency(_frame(answers))
-    assert _closest(rows["ttft_s"], 0.200) == pytest.approx(0.200, abs=0.001)
-    assert _closest(rows["ttfa_s"], 0.600) == pytest.approx(0.600, abs=0.001)
+    for answer, record, row in zip(answers, truth, rows.iter_rows(named=True), strict=True):
+        reasoning_s, answer_s = _stamps(answer) - answer.sent_s
+        assert (row["ttft_s"], row["ttfa_s"]) == pytest.approx((reasoning_s, answer_s))
+        reasoning_s, answer_s = np.array(record["sent_s"]) - record["received_s"]
+        assert row["ttft_s"] >= reasoning_s >= 0.200
+        assert row["ttfa_s"] >= answer_s >= 0.600
     assert {(a.reasoning_text, a.output_text) for a in answers} == {("Hm", "Yes")}
 
 
@@ -288,22 +323,20 @@ def test_the_finish_and_usage_chunks_do_not_move_the_last_token(server: FakeServ
     """Tokens at 50 and 60 ms, an empty finishing chunk, usage and [DONE] at 200 ms."""
     fake = {"send_at_s": [0.05, 0.06], "tokens": [2, 2], "finish_s": 0.2}
     answers = _run(server, *[fake] * 5, concurrency=1)
+    truth = _truth(server, answers)
     e2e_s = latency.request_latency(_frame(answers))["e2e_s"]
-    assert _closest(e2e_s, 0.060) == pytest.approx(0.060, abs=0.001)
+    assert e2e_s.to_list() == pytest.approx([_stamps(answer)[1] - answer.sent_s for answer in answers])
+    pairs = zip(answers, truth, strict=True)
+    assert any(answer.last_token_s < record["end_s"] for answer, record in pairs if answer.last_token_s)
     assert {answer.finish_reason for answer in answers} == {"length"}
 
 
 @pytest.mark.parametrize("fake", [{"bytes_per_send": 1}, {"bytes_per_send": 7, "newline": "\r\n"}])
 def test_b30_an_event_arrives_with_its_last_byte(server: FakeServer, fake: dict[str, Any]) -> None:
-    """The server stamps an event's last send; no stamp may come before it, nor much later."""
-    answers = _run(server, *[{"num_chunks": 5, "gap_s": 0.02, "prefill_s": 0.02, **fake}] * 4, concurrency=1)
-    errors = []
-    for answer, record in zip(answers, server.records(), strict=True):
-        received = [received_s for received_s, _ in answer.chunks]
-        errors += list(np.array(received) - np.array(record["sent_s"]))
-    assert len(errors) == 20
-    assert min(errors) >= 0
-    assert statistics.median(errors) < 0.001
+    """The server stamps an event's last send: no stamp comes before it, nor waits for the next event."""
+    answers = _run(server, *[{"num_chunks": 5, "gap_s": 0.04, "prefill_s": 0.02, **fake}] * 4, concurrency=1)
+    _truth(server, answers)
+    assert {len(answer.chunks) for answer in answers} == {5}
 
 
 def test_b24_waiting_for_a_slot_is_in_the_scheduled_times(server: FakeServer) -> None:
@@ -312,20 +345,31 @@ def test_b24_waiting_for_a_slot_is_in_the_scheduled_times(server: FakeServer) ->
     jobs = [
         Job(request_id=str(i), path=_CHAT, body=json.dumps(_body(str(i), **fake)).encode()) for i in range(6)
     ]
-    schedule = OpenLoop(jobs, [0.1 * i for i in range(6)], max_in_flight=1)
+    due_s = [0.1 * i for i in range(6)]
+    schedule = OpenLoop(jobs, due_s, max_in_flight=1)
     answers, facts = Client(server.url, clock=time.perf_counter).run(schedule, on_done=lambda answer: None)
-    means = latency.request_latency(_frame(answers)).select(
-        pl.col("e2e_s", "scheduled_e2e_s", "dispatch_delay_s").mean()
-    )
-    assert means["e2e_s"].item() == pytest.approx(0.40, abs=0.01)
-    assert means["scheduled_e2e_s"].item() == pytest.approx(1.15, abs=0.03)
-    assert means["dispatch_delay_s"].item() == pytest.approx(0.75, abs=0.03)
+    truth = _truth(server, answers)
+    names = ("e2e_s", "scheduled_e2e_s", "dispatch_delay_s")
+    rows = latency.request_latency(_frame(answers))
+    e2e_s, scheduled_e2e_s, delay_s = (rows[name].to_numpy().mean() for name in names)
+    # The case's figures are the least there can be: the server is never early, and serves one at a time.
+    assert e2e_s >= 0.40
+    assert scheduled_e2e_s >= 1.15
+    assert delay_s >= 0.75
+    assert scheduled_e2e_s == pytest.approx(e2e_s + delay_s)
+    scheduled = np.array([answer.scheduled_s for answer in answers])
+    received = np.array([record["received_s"] for record in truth])
+    last = np.array([record["sent_s"][-1] for record in truth])
+    assert scheduled - scheduled[0] == pytest.approx(due_s)
+    assert e2e_s == pytest.approx((last - received).mean(), abs=0.1)
+    assert delay_s == pytest.approx((received - scheduled).mean(), abs=0.1)
+    assert 0 <= np.median(received[1:] - last[:-1]) < 0.1  # the slot is used as soon as it is free
     assert facts.max_in_flight == 1
 
 
 def test_b22_hundreds_of_streams_are_in_flight_at_once(server: FakeServer) -> None:
     """256 requests at concurrency 256: the server sees all of them run together."""
-    answers = _run(server, *[{"send_at_s": [0.6], "tokens": [1]} for _ in range(256)])
+    answers = _run(server, *[{"send_at_s": [5.0], "tokens": [1]} for _ in range(256)])
     records = server.records()
     assert {answer.status for answer in answers} == {"ok"}
     assert max(record["received_s"] for record in records) < min(record["end_s"] for record in records)

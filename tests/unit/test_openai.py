@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import ssl
+import statistics
 import struct
 import subprocess
 import sys
@@ -20,9 +22,11 @@ import pytest
 from specnb.config import Sampling
 from specnb.engines.openai import (
     CHAT_PATH,
+    LAG_LIMIT_S,
     Answer,
     BodyOptions,
     Client,
+    ClientFacts,
     chat_body,
     completions_body,
     fetch,
@@ -147,6 +151,12 @@ def jobs(n: int, body: bytes = b"{}") -> list[Job]:
     return [Job(request_id=f"r{number}", path=CHAT_PATH, body=body) for number in range(n)]
 
 
+def assert_limited_by_lag_alone(facts: ClientFacts) -> None:
+    """A busy machine may make the client late; it says so if its lag is over the limit, and only then."""
+    assert len(facts.limited) == ((facts.loop_lag_p99_s or 0) > LAG_LIMIT_S), facts
+    assert all(reason.startswith("loop lag P99 ") for reason in facts.limited)
+
+
 def ask(server: ScriptedServer, n: int = 1, **options: Any) -> list[Answer]:
     """The answers of n requests, one after another."""
     answers, _ = Client(server.url, **options).run(ClosedLoop(jobs(n), 1))
@@ -163,9 +173,11 @@ def test_an_answer_has_its_times_in_order_and_its_counts(serve: Callable[..., Sc
     def script(connection: socket.socket, request: bytes) -> None:
         connection.sendall(HEAD + chunk(event("", model="m")))
         for text, finish in (("a", None), ("b", None), ("c", "stop")):
-            time.sleep(0.03)
+            time.sleep(0.12)
             left.append(time.perf_counter())
             connection.sendall(chunk(event(text, finish=finish)))
+        time.sleep(0.12)
+        left.append(time.perf_counter())
         connection.sendall(chunk(usage(3)) + chunk(DONE) + END)
 
     server = serve(script)
@@ -180,8 +192,9 @@ def test_an_answer_has_its_times_in_order_and_its_counts(serve: Callable[..., Sc
     assert answer.http_status == 200
     assert answer.sent_s is not None
     assert before <= answer.scheduled_s <= answer.sent_s <= left[0]
-    assert [time_s for time_s, _ in answer.chunks] == pytest.approx(left, abs=0.02)
-    assert all(stamp >= sent for (stamp, _), sent in zip(answer.chunks, left, strict=True))
+    # Each stamp is from between its own chunk's sending and the next one's, usage being the last.
+    assert len(answer.chunks) == 3
+    assert all(left[i] <= stamp < left[i + 1] for i, (stamp, _) in enumerate(answer.chunks))
     assert answer.first_token_s == answer.first_answer_s == answer.chunks[0][0]
     assert answer.last_token_s == answer.chunks[2][0]
 
@@ -418,7 +431,7 @@ def test_a_closed_port_is_a_failed_connection() -> None:
     assert answers[0].error == f"no connection to 127.0.0.1:{port}: Connection refused"
     assert answers[0].sent_s is None
     assert facts.max_in_flight == 0
-    assert facts.limited == ()
+    assert_limited_by_lag_alone(facts)
 
 
 def test_a_server_that_says_nothing_is_a_stall_and_holds_nobody_up(
@@ -432,13 +445,13 @@ def test_a_server_that_says_nothing_is_a_stall_and_holds_nobody_up(
             return
         answer_all(connection, request)
 
-    answers, _ = Client(serve(script).url, stall_timeout_s=0.4).run(ClosedLoop(jobs(6), 2))
+    answers, _ = Client(serve(script).url, stall_timeout_s=1.6).run(ClosedLoop(jobs(6), 2))
     assert sorted(answer.status for answer in answers) == ["ok"] * 5 + ["timeout"]
     stalled = next(answer for answer in answers if answer.status == "timeout")
     assert stalled.error_kind == "stalled"
     others = [answer.last_token_s for answer in answers if answer.last_token_s is not None]
     assert stalled.sent_s is not None
-    assert max(others) < stalled.sent_s + 0.4
+    assert max(others) < stalled.sent_s + 1.6
 
 
 def test_a_slow_stream_is_no_stall_but_may_be_over_its_own_limit(
@@ -448,14 +461,14 @@ def test_a_slow_stream_is_no_stall_but_may_be_over_its_own_limit(
         connection.sendall(HEAD)
         for _ in range(8):
             connection.sendall(chunk(event("a")))
-            time.sleep(0.1)
+            time.sleep(0.3)
         connection.sendall(chunk(event("z", finish="stop")) + END)
 
     server = serve(script)
-    assert ask(server, stall_timeout_s=0.5)[0].status == "ok"
-    (late,) = ask(server, stall_timeout_s=0.5, request_timeout_s=0.35)
+    assert ask(server, stall_timeout_s=1.5)[0].status == "ok"
+    (late,) = ask(server, stall_timeout_s=1.5, request_timeout_s=1.05)
     assert (late.status, late.error_kind) == ("timeout", "request_timeout")
-    assert late.error == "not finished within 0.35 s"
+    assert late.error == "not finished within 1.05 s"
     assert late.output_text is not None
     assert 3 <= len(late.output_text) <= 5
 
@@ -467,9 +480,9 @@ def test_the_deadline_cancels_what_runs_and_what_was_not_sent(
     before = time.perf_counter()
     done: list[str] = []
     answers, _ = Client(server.url).run(
-        ClosedLoop(jobs(5), 2), deadline_s=before + 0.4, on_done=lambda answer: done.append(answer.request_id)
+        ClosedLoop(jobs(5), 2), deadline_s=before + 1.5, on_done=lambda answer: done.append(answer.request_id)
     )
-    assert 0.35 < time.perf_counter() - before < 3
+    assert 1.5 <= time.perf_counter() - before < 10
     assert [(answer.status, answer.error_kind) for answer in answers] == [("cancelled", "deadline")] * 5
     assert [answer.sent_s is None for answer in answers] == [False, False, True, True, True]
     assert [answer.output_text for answer in answers] == ["a", "a", None, None, None]
@@ -528,33 +541,43 @@ def test_a_refusal_before_the_whole_prompt_was_read_is_heard(serve: Callable[...
 
 
 def test_b24_an_open_loop_with_a_cap_keeps_the_due_times(serve: Callable[..., ScriptedServer]) -> None:
-    # 6 requests due every 0.1 s, one at a time, service 0.4 s: at a quarter of that scale.
+    # 6 requests due every 0.1 s, one at a time, service 0.4 s: mean wait 0.75 s, and never less.
     def script(connection: socket.socket, request: bytes) -> None:
-        time.sleep(0.1)
+        time.sleep(0.4)
         answer_all(connection, request)
 
-    loop = OpenLoop(jobs(6), [0.025 * number for number in range(6)], max_in_flight=1)
+    due_s = [0.1 * number for number in range(6)]
+    loop = OpenLoop(jobs(6), due_s, max_in_flight=1)
     answers, facts = Client(serve(script).url).run(loop)
     service = sum(a.last_token_s - a.sent_s for a in answers if a.last_token_s and a.sent_s) / 6
     scheduled = sum(a.last_token_s - a.scheduled_s for a in answers if a.last_token_s) / 6
     wait = sum(a.sent_s - a.scheduled_s for a in answers if a.sent_s) / 6
     assert len([answer for answer in answers if answer.status == "ok"]) == 6
-    assert 0.1 <= service < 0.2
-    # Request i waits for i services, less the i gaps between due times: 0.75 s if it all took 0.4 s.
-    assert wait == pytest.approx(2.5 * (service - 0.025), abs=0.03)
+    assert [a.scheduled_s - answers[0].scheduled_s for a in answers] == pytest.approx(due_s)
+    assert service >= 0.4
+    assert wait >= 0.75
     assert scheduled == pytest.approx(service + wait)
+    # A request is sent when the one before is over, and soon.
+    idle_s = [
+        later.sent_s - a.last_token_s
+        for a, later in itertools.pairwise(answers)
+        if later.sent_s and a.last_token_s
+    ]
+    assert len(idle_s) == 5
+    assert min(idle_s) >= 0
+    assert statistics.median(idle_s) < 0.1
     assert facts.max_in_flight == 1
-    assert facts.limited == ()
+    assert_limited_by_lag_alone(facts)
 
 
 def test_an_open_loop_is_sent_when_it_is_due(serve: Callable[..., ScriptedServer]) -> None:
-    due_s = [0.0, 0.0105, 0.0312, 0.0733, 0.15, 0.15]
+    due_s = [0.0, 0.042, 0.1248, 0.2932, 0.6, 0.6]
     answers, _ = Client(serve(answer_all).url).run(OpenLoop(jobs(6), due_s))
     origin_s = answers[0].scheduled_s
     assert [answer.scheduled_s - origin_s for answer in answers] == pytest.approx(due_s)
     waits = sorted(answer.sent_s - answer.scheduled_s for answer in answers if answer.sent_s is not None)
     assert waits[0] >= 0
-    assert waits[2] < 0.005  # the median half is on time even on a busy machine
+    assert waits[2] < 0.02  # the median half is on time even on a busy machine
 
 
 def test_b22_fewer_requests_in_flight_than_the_load_says_is_said() -> None:
@@ -577,7 +600,7 @@ def test_b22_hundreds_of_streams_are_in_flight_at_once() -> None:
         port = listener.getsockname()[1]
         now_s = time.perf_counter()
         answers, facts = Client(f"http://127.0.0.1:{port}").run(
-            ClosedLoop(jobs(600), 600), deadline_s=now_s + 2
+            ClosedLoop(jobs(600), 600), deadline_s=now_s + 6
         )
     assert facts.max_in_flight == 600
     assert not any("in flight" in reason for reason in facts.limited)
@@ -616,12 +639,13 @@ def test_b23_a_client_that_is_held_up_says_so(serve: Callable[..., ScriptedServe
 
     server = serve(script)
     _, quick = Client(server.url).run(ClosedLoop(jobs(30), 2))
-    assert quick.loop_lag_p99_s is not None
-    assert quick.loop_lag_p99_s < 0.02
+    assert_limited_by_lag_alone(quick)
     answers, facts = Client(server.url).run(ClosedLoop(jobs(30), 2), on_done=lambda answer: time.sleep(0.03))
     assert [answer.status for answer in answers] == ["ok"] * 30
+    assert quick.loop_lag_p99_s is not None
     assert facts.loop_lag_p99_s is not None
     assert facts.loop_lag_max_s is not None
+    assert quick.loop_lag_p99_s < facts.loop_lag_p99_s
     assert 0.02 < facts.loop_lag_p99_s <= facts.loop_lag_max_s
     assert facts.limited[0].startswith("loop lag P99 ")
     assert facts.limited[0].endswith(" ms is over 10 ms: the client could not keep up")
@@ -850,6 +874,14 @@ def test_a28_fetch_follows_a_redirect_on_the_same_server() -> None:
     assert fetched([elsewhere], "/metrics") == (302, b"")
 
 
+def test_fetch_gives_up_after_three_redirects() -> None:
+    there = b"HTTP/1.1 307 Moved\r\nLocation: /metrics/\r\nContent-Length: 0\r\n\r\n"
+    here = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\na 1\n"
+    assert fetched([there] * 3 + [here], "/metrics") == (200, b"a 1\n")
+    with pytest.raises(EngineError, match=r":\d+/metrics: more than 3 redirects; correct the url$"):
+        fetched([there] * 4, "/metrics")
+
+
 def test_fetch_says_in_one_line_what_is_wrong() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -869,11 +901,3 @@ def test_fetch_says_in_one_line_what_is_wrong() -> None:
 def test_a_name_that_is_none_is_said() -> None:
     with pytest.raises(EngineError, match=r"no-such-host\.invalid:80: the name can't be resolved"):
         Client("http://no-such-host.invalid").run(ClosedLoop(jobs(1), 1))
-def test_fetch_gives_up_after_three_redirects() -> None:
-    there = b"HTTP/1.1 307 Moved\r\nLocation: /metrics/\r\nContent-Length: 0\r\n\r\n"
-    here = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\na 1\n"
-    assert fetched([there] * 3 + [here], "/metrics") == (200, b"a 1\n")
-    with pytest.raises(EngineError, match=r":\d+/metrics: more than 3 redirects; correct the url$"):
-        fetched([there] * 4, "/metrics")
-
-
