@@ -52,6 +52,9 @@ _CELL_SCHEMA: Final = {
     "sampling": pl.String(),
     "repeat": pl.Int64(),
 }
+# Output tokens that drafts don't account for: below 0 tokens were cut off, above it there were steps without
+# a draft.
+_GAP: Final = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
 _RECONCILIATION_SCHEMA: Final = pl.Schema(
     {
         **_CELL_SCHEMA,
@@ -284,8 +287,7 @@ def truncation_table(run: Run) -> pl.DataFrame:
         found = _with_figures(cell).filter(pl.col("num_output_tokens").is_not_null())
         if found.is_empty():
             continue
-        gap = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
-        found = found.with_columns(gap=gap).with_columns(
+        found = found.with_columns(gap=_GAP).with_columns(
             without=pl.max_horizontal(pl.col("gap"), 0), cut=pl.max_horizontal(-pl.col("gap"), 0)
         )
         drafts, accepted, tokens = (
@@ -530,8 +532,7 @@ def _from_response(cell: _CellFrames) -> _Figures:
     lengths = found.filter(pl.col("num_output_tokens").is_not_null())
     committed = None
     if lengths.height == found.height:
-        gap = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
-        without = int(lengths.select(gap.clip(0).sum()).item())
+        without = int(lengths.select(_GAP.clip(0).sum()).item())
         committed = _committed(
             _total(lengths, "num_output_tokens") - without, lengths.height, _total(found, "num_drafts")
         )
@@ -765,8 +766,7 @@ def _tokens_per_step(cell: _CellFrames) -> float | None:
     found = _with_figures(cell).filter(pl.col("num_output_tokens").is_not_null())
     if found.is_empty():
         return None
-    gap = pl.col("num_output_tokens") - 1 - pl.col("num_accepted_tokens") - pl.col("num_drafts")
-    steps = int(found.select((pl.col("num_drafts") + gap.clip(0)).sum()).item())
+    steps = int(found.select((pl.col("num_drafts") + _GAP.clip(0)).sum()).item())
     return (_total(found, "num_output_tokens") - found.height) / steps if steps else None
 
 
