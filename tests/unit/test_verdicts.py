@@ -431,6 +431,9 @@ def test_the_schema_refuses_what_is_wrong(simulated_run: Runs) -> None:
         {"arms": [{**good["arms"][0], "max_concurrency": 0}]},
         {"schema_version": 2},
         {"further": 1},
+        {"conditions": {**good["conditions"], "failures": {"http_500": 0}}},
+        {"conditions": {**good["conditions"], "num_unfit_cells": None}},
+        {"arms": [{**good["arms"][0], "conditions": {**good["arms"][0]["conditions"], "settings": [{}]}}]},
     ):
         assert not validator.is_valid({**good, **change})
     assert validator.is_valid(good)
@@ -777,6 +780,7 @@ def test_b36_what_a_drafter_changes_is_noted_and_the_rest_refused(simulated_run:
     assert verdict["arms"][0]["conditions"]["settings"] == [
         {"name": "async_scheduling", "arm": "off", "baseline": "on", "follows": True}
     ]
+    jsonschema.Draft202012Validator(verdict_schema()).validate(verdict)
     other = one(final_verdict(settled(dtype="float16")))
     assert other.verdict == "inconclusive"
     assert "the servers differ in more than speculation: dtype float16, baseline bfloat16" in other.sentence
