@@ -354,9 +354,13 @@ def throughput_table(
     totals = {tuple(group.key.values()): group.totals for group in groups}
     output = Output(columns={"metric": "output_tokens_per_s"}, denominator=2, undefined="no ok request")
     rows = estimate_rows(groups, ratio_of_sums, outputs=[output], level=level, rng=rng)
+    uncounted = _uncounted(requests, by)
     for row in rows:
-        tokens, wall_s, _ = totals[tuple(row[name] for name in by)]
+        key = tuple(row[name] for name in by)
+        tokens, wall_s, _ = totals[key]
         row.update({"num_output_tokens": round(tokens), "wall_s": float(wall_s)})
+        if key in uncounted:
+            row.update(_unknown_total(uncounted[key]))
     extra = {"num_output_tokens": pl.Int64(), "wall_s": pl.Float64()}
     return long_frame(rows, by={name: requests.schema[name] for name in by}, extra=extra)
 
@@ -423,6 +427,7 @@ def speedup_table(
         *keys, *(pl.col(name).alias(f"baseline_{name}") for name in quantities)
     )
     rows: list[dict[str, Any]] = []
+    uncounted = _uncounted(requests, by)
     for arm in requests["arm"].unique(maintain_order=True):
         if arm != baseline:
             joined = per_prompt.filter(pl.col("arm") == arm).join(
@@ -433,7 +438,15 @@ def speedup_table(
                 pl.col(*quantities, *(f"baseline_{name}" for name in quantities)).fill_null(0),
             )
             for key, group in _groups(joined, by):
-                rows += _speedup_rows(key, group, level=level, rng=rng)
+                found = _speedup_rows(key, group, level=level, rng=rng)
+                sides = (tuple(key.values()), tuple((key | {"arm": baseline}).values()))
+                missing = next((uncounted[side] for side in sides if side in uncounted), None)
+                if missing is not None:
+                    totals = ("throughput_speedup", "run_to_run_speedup")
+                    found = [
+                        row | _unknown_total(missing) if row["metric"] in totals else row for row in found
+                    ]
+                rows += found
     return long_frame(rows, by={name: requests.schema[name] for name in by}, extra=_SPEEDUP_EXTRA)
 
 
@@ -523,6 +536,29 @@ def _speedup_rows(
     }
     notes = _speedup_notes({row["metric"]: row for row in rows})
     return [{**key, **row, **shared, "note": notes} for row in rows]
+
+
+def _uncounted(requests: pl.DataFrame, by: Sequence[str]) -> dict[tuple[Any, ...], tuple[int, int]]:
+    """(answers without a token count, answers) of each group with such; their time counts all the same."""
+    counts = (
+        requests.filter(pl.col("status") == "ok")
+        .group_by(by)
+        .agg(pl.col("num_output_tokens").is_null().sum().cast(pl.Int64).alias("__unknown"), pl.len())
+        .filter(pl.col("__unknown") > 0)
+    )
+    return {tuple(row[:-2]): (row[-2], row[-1]) for row in counts.select(*by, "__unknown", "len").rows()}
+
+
+def _unknown_total(uncounted: tuple[int, int]) -> dict[str, Any]:
+    """What stands in place of a ratio of totals whose tokens are not all known."""
+    unknown, answers = uncounted
+    return {
+        "value": None,
+        "low": None,
+        "high": None,
+        "method": NO_INTERVAL,
+        "reason": f"the server gave no token count for {unknown} of {answers} answers",
+    }
 
 
 def _speedup_notes(rows: Mapping[str, Mapping[str, Any]]) -> str | None:

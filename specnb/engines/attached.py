@@ -94,7 +94,8 @@ class AttachedServer:
         if status != 200:
             raise EngineError(f"{place}: /v1/models answers {status}; correct the url")
         try:
-            listed = [str(entry["id"]) for entry in json.loads(body)["data"]]
+            entries = {str(entry["id"]): entry for entry in json.loads(body)["data"]}
+            listed = list(entries)
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(
                 f"{place}: /v1/models is not an OpenAI list of models; correct the url"
@@ -117,6 +118,9 @@ class AttachedServer:
             facts["version"] = str(json.loads(body)["version"]) if status == 200 else None
         except (EngineError, ValueError, KeyError, TypeError):
             pass  # only vLLM has it
+        # Under the names of a launched server's log, so that arms are compared alike.
+        said = {"version": facts["version"], "max_seq_len": entries[self.model].get("max_model_len")}
+        facts["settings"] = {name: value for name, value in said.items() if value is not None}
         return facts
 
     def _asked(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from specnb.engines.bodies import (
     completions_body,
     sampling_fields,
 )
-from specnb.engines.openai import Client, ClientFacts, fetch
+from specnb.engines.openai import Client, ClientFacts, fetch, server_address
 from specnb.engines.responses import Answer
 from specnb.engines.support import installed_version, refusals, server_options, warnings
 from specnb.engines.tables import CellTables
@@ -114,7 +115,15 @@ class ServerEngine:
     # -- facts -----------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Engine, version, target, GPUs and the version table's warnings."""
+        """Engine, version, target, GPUs and the version table's warnings.
+
+        Raises
+        ------
+        PlanError
+            Two arms name one running server.
+        """
+        if not self._launches:
+            _refuse_shared_servers(self._plan)
         cards = [asdict(card) for card in gpus()] if self._launches else []
         label = f"vLLM {self._version}" if self._launches else "running OpenAI-compatible servers"
         folder = Path(self._served.located(self._served.target.model))
@@ -606,6 +615,24 @@ def _sent_sampling(setting: Sampling) -> dict[str, Any]:
     """The sampling fields that one setting's requests send; each has a seed of its own."""
     fields = sampling_fields(setting, max_tokens=setting.max_tokens, seed=setting.seed)
     return fields | {"seed": f"one a request, from {setting.seed}"}
+
+
+def _refuse_shared_servers(plan: Plan) -> None:
+    """PlanError if two arms name one server: it can't speculate for one of them alone."""
+    seen: dict[tuple[str, int], str] = {}
+    for arm in plan.arms:
+        assert arm.url is not None
+        address = server_address(arm.url)
+        try:
+            host = socket.gethostbyname(address.host)
+        except OSError:
+            host = address.host  # connecting will say what is wrong
+        first = seen.setdefault((host, address.port), arm.name)
+        if first != arm.name:
+            raise PlanError(
+                f"arms.{arm.name}.url: {arm.url} is the server of arm {first}, too; "
+                "give each arm a server of its own"
+            )
 
 
 def _statistics(server: Server, offset: int) -> list[str]:

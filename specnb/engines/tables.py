@@ -25,6 +25,9 @@ SOURCES: Final = ("one token a step", "response, each step", "response, histogra
 # Methods that may propose nothing, or less than K, in a step.
 _RAGGED_METHODS: Final = ("ngram", "ngram_gpu", "suffix")
 
+# Times the cap above which a token count is no count.
+_IMPLAUSIBLE: Final = 10
+
 Step = tuple[int, int, int]
 """(drafted, accepted, emitted) tokens of one step."""
 
@@ -117,8 +120,7 @@ class CellTables:
             text = f"<think>{_storable(answer.reasoning_text)}</think>{content or ''}"
         ok = answer.status == "ok"
         prompt_tokens, cached = answer.num_prompt_tokens, answer.num_cached_tokens
-        # 0 tokens is no count of an answer: what came of such a request is in its error.
-        num_tokens = answer.num_output_tokens or None
+        num_tokens = self._num_tokens(answer)
         first, ids = answer.num_first_chunk_tokens, _ids(answer)
         return {
             "repeat": self._cell.repeat,
@@ -150,6 +152,16 @@ class CellTables:
             "grader_score": grade(prompt, content) if ok and not self._plan.modelled else None,
             "mean_token_entropy_nats": None,
         }
+
+    def _num_tokens(self, answer: Answer) -> int | None:
+        """The answer's tokens by usage; None for 0, and for a figure far beyond what was allowed.
+
+        0 tokens is no count of an answer: what came of such a request is in its error. A server may
+        overstep the cap (reasoning that it does not count against it), but not tenfold.
+        """
+        count = answer.num_output_tokens
+        allowed = _IMPLAUSIBLE * self._requests[answer.request_id].max_tokens
+        return count if count and count <= allowed else None
 
     def _acceptance(self, answer: Answer, found: Acceptance) -> dict[str, Any]:
         return {
@@ -221,12 +233,13 @@ class CellTables:
         return pl.DataFrame(columns).with_columns(*constant, *null).select(table.names)
 
     def _steps(self, answer: Answer) -> list[Step]:
-        if answer.status != "ok" or not answer.num_output_tokens:
+        num_tokens = self._num_tokens(answer)
+        if answer.status != "ok" or num_tokens is None:
             return []
         speculative = self._cell.arm.speculative
         source: str | None
         if speculative is None:
-            source, steps = SOURCES[0], [(0, 0, 1)] * (answer.num_output_tokens - 1)
+            source, steps = SOURCES[0], [(0, 0, 1)] * (num_tokens - 1)
         else:
             source, steps = steps_of_answer(
                 answer,

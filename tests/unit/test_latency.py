@@ -818,3 +818,22 @@ def test_published_figures_beside_measured_ones():
 )
 def test_time_covered_by_spans(spans, covered):
     assert latency._covered(spans) == covered
+
+
+def test_b10_answers_without_a_token_count_leave_no_ratio_of_totals():
+    rows = [
+        request(arm=arm, cell_id=f"{arm}.c1", request_id=f"{arm}{i}", prompt_id=f"p{i}", num_output_tokens=n)
+        for arm, counts in (("base", (10, None, 10)), ("draft", (10, 10, 10)))
+        for i, n in enumerate(counts)
+    ]
+    requests = requests_of(rows)
+    table = latency.throughput_table(requests, by=("arm",), rng=np.random.default_rng(0))
+    found = {row["arm"]: row for row in table.to_dicts()}
+    assert found["base"]["value"] is None
+    assert found["base"]["reason"] == "the server gave no token count for 1 of 3 answers"
+    assert found["draft"]["value"] is not None
+    speedups = latency.speedup_table(requests, baseline="base", by=("arm",), rng=np.random.default_rng(0))
+    by_metric = {row["metric"]: row for row in speedups.to_dicts()}
+    assert by_metric["throughput_speedup"]["value"] is None
+    assert by_metric["throughput_speedup"]["reason"] == "the server gave no token count for 1 of 3 answers"
+    assert by_metric["paired_tpot_speedup"]["value"] is not None

@@ -426,8 +426,10 @@ def test_b38_a_server_that_answers_for_any_name_is_recorded_and_warned_about(
         assert all(is_control(record["body"]) for record in controls)
         assert {record["path"].endswith("chat/completions") for record in controls} == {endpoint == "chat"}
         fake.control(any_model=True)
-        engine = engine_of(make_plan(fake.url))
-        assert engine.describe()["warnings"] == [
+        with FakeServer(any_model=True) as other:
+            engine = engine_of(apart(make_plan(fake.url), other.url))
+            found = engine.describe()["warnings"]
+        assert found == [
             f"arms.{arm}.url: the server answers for any model's name; only its list of models says what it "
             "serves"
             for arm in ("baseline", "draft")
@@ -502,6 +504,7 @@ def test_facts_of_a_cell(fake: FakeServer, engine_of: Closing) -> None:
         "models": ["fake-model"],
         "answers_any_model": False,
         "version": None,
+        "settings": {},
         "served_model_name": "fake-model",
         "alive_at_end": True,
         "death": None,
@@ -600,7 +603,27 @@ def test_the_key_is_that_of_the_plans_variable(
     frames = engine.run_cell(cell_of(plan), planned(prompt()), Notes().context())
     assert frames["requests"]["status"].to_list() == ["ok"]
     assert {record["has_key"] for record in fake.records()} == {True}
-    assert "sk-mine" not in json.dumps([engine.describe(), engine.describe_arm(plan.arms[0])])
+    with FakeServer() as other:
+        engine = engine_of(apart(plan, other.url))
+        assert "sk-mine" not in json.dumps([engine.describe(), engine.describe_arm(plan.arms[0])])
+
+
+def apart(plan: Plan, url: str) -> Plan:
+    """The plan with its second arm on a server of its own."""
+    baseline, arm = plan.arms
+    return plan.model_copy(update={"arms": (baseline, arm.model_copy(update={"url": url}))})
+
+
+@pytest.mark.parametrize("form", ["{url}", "{url}/v1", "{url}/"])
+def test_two_arms_on_one_server_are_refused(fake: FakeServer, engine_of: Closing, form: str) -> None:
+    plan = make_plan(fake.url)
+    other = form.format(url=fake.url).replace("127.0.0.1", "localhost")
+    engine = engine_of(apart(plan, other))
+    with pytest.raises(PlanError) as caught:
+        engine.describe()
+    assert str(caught.value) == (
+        f"arms.draft.url: {other} is the server of arm baseline, too; give each arm a server of its own"
+    )
 
 
 def test_a_key_that_is_none_is_refused_without_being_shown(

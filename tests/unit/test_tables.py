@@ -248,6 +248,18 @@ def stored(tmp_path: Path, *answers: Answer, arm: str = "draft", plan: Plan | No
         return read_run(writer.path).requests
 
 
+@pytest.mark.parametrize("count", [161, 2**70])
+def test_a_count_far_beyond_the_cap_is_no_count(tmp_path: Path, count: int) -> None:
+    found = answer([1, 4, 2], tokens=count)
+    row = stored(tmp_path, found).row(0, named=True)
+    assert (row["status"], row["num_output_tokens"]) == ("ok", None)
+    assert tables_of(server_plan(), "baseline", [found])[1]["steps"].is_empty()
+
+
+def test_a_count_above_the_cap_is_the_servers_word(tmp_path: Path) -> None:
+    assert stored(tmp_path, answer([1, 4, 2], tokens=160))["num_output_tokens"].to_list() == [160]
+
+
 def test_a_baselines_steps_are_single_tokens() -> None:
     tables, frames = tables_of(server_plan(), "baseline", [answer([2, 2, 1])])
     assert tables.steps_source == "one token a step"
