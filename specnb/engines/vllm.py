@@ -337,7 +337,7 @@ class VllmServer:
             "version": self._version,
             "start_s": None if self._start_s is None else round(self._start_s, 3),
             "arguments": self._shown_arguments(),
-            "environment": {name: _shown_value(name, value) for name, value in self._env.items()},
+            "environment": {name: _without_home(value) for name, value in self._env.items()},
             "devices": self._devices,
             "settings": dict(self._settings),
             "kv_cache_tokens": self._settings.get("kv_cache_tokens"),
@@ -742,11 +742,6 @@ def _named(members: Mapping[int, float]) -> Iterator[str]:
 def _found_from_here(python: str) -> str:
     """An interpreter's path as a shell would find it; links are kept, since they name the environment."""
     return str(Path(python).absolute()) if "/" in python else python
-
-
-def _shown_value(name: str, value: str) -> str:
-    secret = re.search(r"TOKEN|KEY|SECRET|PASSWORD", name.upper())
-    return "(hidden)" if secret else _without_home(value)
 
 
 def _ended(code: int | None) -> str:

@@ -295,10 +295,11 @@ def test_the_log_is_read_from_an_offset(make_server: Make, tmp_path: Path) -> No
 
 def test_facts_hold_no_path_and_no_key(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     weights = tmp_path / "weights" / "target"
     weights.mkdir(parents=True)
     engine = {
-        "env": {"HF_TOKEN": "hf_secret", "HF_HOME": f"{tmp_path}/cache"},
+        "env": {"HF_HOME": f"{tmp_path}/cache"},
         "args": {"download_dir": f"{tmp_path}/models"},
     }
     content = make_plan(engine=engine, target={"model": "weights/target"}).model_dump(
@@ -313,7 +314,7 @@ def test_facts_hold_no_path_and_no_key(python: str, tmp_path: Path, monkeypatch:
     text = json.dumps(facts)
     assert str(tmp_path) not in text
     assert "hf_secret" not in text
-    assert facts["environment"] == {"HF_TOKEN": "(hidden)", "HF_HOME": "~/cache"}
+    assert facts["environment"] == {"HF_HOME": "~/cache"}
     arguments = facts["arguments"]
     assert arguments[arguments.index("--model") + 1] == "weights/target"
     assert arguments[arguments.index("--download-dir") + 1] == "~/models"
