@@ -24,8 +24,8 @@ from scipy import stats as scipy_stats
 
 from specnb import schema
 from specnb.config import Arm, Plan
-from specnb.prometheus import INACTIVE
-from specnb.reconciliation import IN_PROCESS, reconcile, request_drafts
+from specnb.prometheus import INACTIVE, METRICS_MISSING
+from specnb.reconciliation import IN_PROCESS, SOURCES, cell_windows, reconcile, request_drafts, void_chunks
 from specnb.records import Run
 from specnb.stats import Estimate, fisher_p_value, mcnemar_p_value, wilson_estimate
 
@@ -843,6 +843,13 @@ def not_comparable(run: Run, *, arm: str) -> tuple[str, ...]:
     if counts:
         reasons.append(f"prompt token counts differ on {counts} of {pairs.height} rows")
     shares = [cached_share(frame) for frame in (left, right)]
+    if (shares[0] is None) != (shares[1] is None) and not _hits_are_counted(run, arm):
+        known, unknown = (arm, "the baseline") if shares[1] is None else ("the baseline", arm)
+        share = next(share for share in shares if share is not None)
+        reasons.append(
+            f"the prefix cache served {share:.0%} of prompt tokens in {known} as far as usage tells, and "
+            f"nothing tells of {unknown}"
+        )
     if shares[0] is not None and shares[1] is not None and abs(shares[0] - shares[1]) > 0.05:
         reasons.append(
             f"the prefix cache served {shares[0]:.0%} of prompt tokens in {arm} "
@@ -858,6 +865,20 @@ def not_comparable(run: Run, *, arm: str) -> tuple[str, ...]:
     if found:
         reasons.append(f"the servers differ in more than speculation: {'; '.join(map(str, found))}")
     return tuple(reasons)
+
+
+def _hits_are_counted(run: Run, arm: str) -> bool:
+    """Whether the counters of both arms tell what the prefix cache served in every cell with an answer."""
+    if not run.has("scrapes"):
+        return False
+    windows = cell_windows(run)
+    answered = run.requests.filter(
+        pl.col("arm").is_in([arm, run.plan.baseline.name]), pl.col("status") == "ok"
+    )
+    names = answered["cell_id"].unique().to_list()
+    return all(
+        name in windows and windows[name].delta("vllm:prefix_cache_hits") is not None for name in names
+    )
 
 
 def setting_differences(run: Run, *, arm: str) -> tuple[SettingDifference, ...]:
@@ -961,22 +982,26 @@ def known_drafts(run: Run) -> pl.DataFrame:
     """Drafts verified for every request: request_id, num_drafts (null: not known, not 0).
 
     Steps that were guessed from chunks count only where one gave several tokens: a server that speculates
-    and one that does not both send single tokens.
+    and one that does not both send single tokens. Several tokens count only where they show a draft
+    (`reconciliation.void_chunks`).
     """
     found = request_drafts(run).select("request_id", "num_drafts")
     guessed = _guessed_cells(run)
     if not guessed:
         return found
+    void = list(void_chunks(run))
     several = (
         run.steps.filter(pl.col("cell_id").is_in(guessed))
+        .filter(~pl.col("cell_id").is_in(void))
         .group_by("request_id")
         .agg(several=(pl.col("num_accepted_tokens") > 0).any())
     )
+    own = run.requests.filter(pl.col("cell_id").is_in(guessed))["request_id"].to_list()
     told = run.table("acceptance").select("request_id", told=pl.lit(True))
     joined = found.join(several, on="request_id", how="left", maintain_order="left").join(
         told, on="request_id", how="left", maintain_order="left"
     )
-    kept = pl.col("told").fill_null(False) | pl.col("several").fill_null(True)
+    kept = pl.col("told").fill_null(False) | pl.col("several").fill_null(~pl.col("request_id").is_in(own))
     return joined.select("request_id", pl.when(kept).then("num_drafts").alias("num_drafts"))
 
 
@@ -995,13 +1020,15 @@ def draft_activity(run: Run) -> pl.DataFrame:
     -------
     pl.DataFrame
         arm, sampling, concurrency, num_requests (answered), num_drafts (of the cells that tell; null if
-        none does), active (True; False: every cell tells of 0 drafts; null: not known), reason (why it
-        is not True). Classes without an answered request have no row.
+        none does), source (that tells; `chunks` if nothing else does), active (True; False: every cell tells
+        of 0 drafts; null: not known), reason (why it is not True). Classes without an answered request have
+        no row.
 
     Notes
     -----
     Each cell is believed by its first usable source: the engine's steps, response fields, counters, log
-    lines. A chunk of several tokens shows that something was drafted; chunks of one show nothing.
+    lines. A chunk of several tokens shows that something was drafted, unless the baseline sends such chunks
+    too or the server has vLLM's metrics without any of acceptance; chunks of one show nothing.
     """
     guessed = _guessed_cells(run)
     rows = []
@@ -1010,6 +1037,7 @@ def draft_activity(run: Run) -> pl.DataFrame:
         "arm", "sampling", "concurrency", maintain_order=True
     ):
         counts: list[int | None] = []
+        sources: list[str] = []
         reasons: list[str] = []
         for _, cell in group.group_by("cell_id", maintain_order=True):
             told = cell.filter(
@@ -1021,6 +1049,7 @@ def draft_activity(run: Run) -> pl.DataFrame:
             )
             found = told["num_drafts"].to_list() or stream["num_drafts"].to_list()
             counts.append(found[0] if found else None)
+            sources += [*told["source"].to_list()[:1], *stream["source"].to_list()][:1]
             reasons += cell["reason"].drop_nulls().to_list()
         num_requests = int(group.unique("cell_id")["num_requests"].sum())
         known = [count for count in counts if count is not None]
@@ -1029,8 +1058,11 @@ def draft_activity(run: Run) -> pl.DataFrame:
         if active is False:
             reason = f"{INACTIVE}: 0 drafts in {num_requests} answered requests"
         elif active is None:
-            reason = f"no source tells of drafts ({reasons[0] if reasons else 'no figures'})"
-        rows.append((arm, sampling, concurrency, num_requests, sum(known) if known else None, active, reason))
+            missing = [text for text in reasons if text.startswith(METRICS_MISSING)]
+            reason = f"no source tells of drafts ({(missing or reasons or ['no figures'])[0]})"
+        source = min(sources, key=SOURCES.index, default=None)
+        total = sum(known) if known else None
+        rows.append((arm, sampling, concurrency, num_requests, total, source, active, reason))
     return pl.DataFrame(
         rows,
         schema={
@@ -1039,6 +1071,7 @@ def draft_activity(run: Run) -> pl.DataFrame:
             "concurrency": pl.Int64,
             "num_requests": pl.Int64,
             "num_drafts": pl.Int64,
+            "source": pl.String,
             "active": pl.Boolean,
             "reason": pl.String,
         },
@@ -1196,10 +1229,20 @@ def judge_equivalence(
         how="semi",
         maintain_order="left",
     )
-    compared = set(pairs["prompt_id"])
+    took = _took_part(run, arm, activity)
+    pairs = pairs.join(
+        took.select("request_id", "drafted"), on="request_id", how="left", maintain_order="left"
+    )
+    all_pairs = pairs
     # Equal answers without a draft say nothing about speculation; a difference counts whatever made it.
-    drafted = pl.col("num_drafts").fill_null(1) > 0
+    drafted = pl.col("drafted").fill_null(True)
     pairs = pairs.filter(drafted | ~pl.col("split_class").is_in(SAME_TEXT))
+    if all_pairs.height and pairs.is_empty() and not all_pairs["num_drafts"].null_count():
+        return outcome(
+            "vacuous",
+            [f"drafts in 0 of {all_pairs.height} requests: the comparison says nothing about speculation"],
+            num_prompts=all_pairs["prompt_id"].n_unique(),
+        )
     control = greedy_pairs(run, arm=baseline, reference=baseline)
     # A prompt whose baseline flips at a tie excuses no clear split of the arm.
     unstable = {
@@ -1276,10 +1319,15 @@ def judge_equivalence(
             not_measured.append("token ids (different ids of one text are not seen)")
         if any(setting.ignore_eos for setting in run.plan.sampling if setting.name in greedy):
             not_measured.append("where answers end of themselves (ignore_eos forces every one to its cap)")
-        took_part = pairs.filter(drafted)["prompt_id"].n_unique()
+        took_part, drafts_in = _prompts_with_drafts(all_pairs, activity)
         if took_part < minimum_prompts and not clear:
-            doubts.append(f"{took_part} distinct prompts were compared, {minimum_prompts} are needed")
-        if undrafted := compared - set(pairs["prompt_id"]):
+            doubts.append(
+                f"{took_part} distinct prompts were compared, {minimum_prompts} are needed"
+                + (f" ({drafts_in})" if drafts_in else "")
+            )
+        elif drafts_in:
+            notes.append(drafts_in)
+        if undrafted := set(all_pairs["prompt_id"]) - set(pairs["prompt_id"]):
             notes.append(f"{len(undrafted)} further prompts had no draft and are not counted")
         excluded = len(mismatched) - len({row["prompt_id"] for row in blamed})
         if excluded:
@@ -1318,10 +1366,9 @@ def judge_equivalence(
             "that the arm's logits are the target's (needs greedy answers)",
         ]
         asked = own["prompt_id"].n_unique()
-        found = own.join(known_drafts(run), on="request_id").filter(
-            pl.col("sampling").is_in(judged), pl.col("status") == "ok", drafted
-        )
-        facts["num_prompts"] = found["prompt_id"].n_unique()
+        found = took.filter(pl.col("sampling").is_in(judged))
+        facts["num_prompts"], drafts_in = _prompts_with_drafts(found, activity)
+        notes += [drafts_in] if drafts_in else []
         if facts["num_prompts"] < asked:
             notes.append(f"{asked - facts['num_prompts']} further prompts had no draft and are not counted")
         if facts["num_prompts"] < minimum_prompts:
@@ -1343,6 +1390,63 @@ def judge_equivalence(
         )
         return outcome("equivalent up to numerics", [reason, *notes], **facts)
     return outcome("equivalent", notes, **facts)
+
+
+def _took_part(run: Run, arm: str, activity: pl.DataFrame) -> pl.DataFrame:
+    """Answered requests of an arm, and whether a draft was verified in them, as far as anything tells.
+
+    Returns
+    -------
+    pl.DataFrame
+        request_id, prompt_id, sampling, concurrency, drafted (null: not known of any request of the class,
+        sampling x concurrency). Beside requests whose figures are known one without figures had no draft;
+        where chunks alone tell, one without a chunk of several tokens had none.
+    """
+    keys = ["sampling", "concurrency"]
+    told = request_drafts(run).filter(pl.col("num_drafts").is_not_null())["request_id"]
+    figures = run.table("acceptance")["request_id"]
+    by_steps = pl.Series(dtype=pl.String) if _guessed_cells(run) else told
+    several = run.table("chunks").filter(pl.col("chunk") > 0, pl.col("num_tokens") > 1)["request_id"].unique()
+    known = pl.col("num_drafts") > 0
+    in_figures = pl.col("request_id").is_in([*figures, *by_steps])
+    return (
+        run.requests.filter(pl.col("arm") == arm, pl.col("status") == "ok")
+        .select("request_id", "prompt_id", *keys)
+        .join(known_drafts(run), on="request_id", how="left", maintain_order="left")
+        .join(activity.select(*keys, "source"), on=keys, how="left", maintain_order="left")
+        .with_columns(
+            drafted=pl.when((in_figures & known.is_not_null()).any().over(keys))
+            .then((in_figures & known).fill_null(False))
+            .when(pl.col("source") == "chunks")
+            .then(pl.col("request_id").is_in(several.to_list()))
+        )
+        .select("request_id", "prompt_id", *keys, "drafted")
+    )
+
+
+def _prompts_with_drafts(rows: pl.DataFrame, activity: pl.DataFrame) -> tuple[int, str | None]:
+    """Distinct prompts with a draft, at most, and `drafts in N of M requests` where N is less than M.
+
+    Where it is not known which requests had one, there are at most as many as the class had drafts.
+    """
+    sure = set(rows.filter("drafted")["prompt_id"])
+    unknown = rows.filter(pl.col("drafted").is_null())
+    requests, prompts = rows.filter("drafted").height, len(sure)
+    drafts = {
+        (sampling, concurrency): count or 0
+        for sampling, concurrency, count in activity.select(
+            "sampling", "concurrency", "num_drafts"
+        ).iter_rows()
+    }
+    possible: set[str] = set()
+    most = 0
+    for key, group in unknown.group_by("sampling", "concurrency", maintain_order=True):
+        most += min(group.height, drafts.get((str(key[0]), int(str(key[1]))), 0))
+        possible |= set(group["prompt_id"]) - sure
+    requests, prompts = requests + most, prompts + min(len(possible), most)
+    if requests >= rows.height:
+        return prompts, None
+    return prompts, f"drafts in {'at most ' if most else ''}{requests} of {rows.height} requests"
 
 
 def _activity_findings(

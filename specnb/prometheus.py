@@ -45,6 +45,9 @@ SGLANG_LENGTH: Final = "sglang:spec_accept_length"
 START_TIME: Final = "process_start_time_seconds"
 GENERATED_TOKENS: Final = ("vllm:generation_tokens", "sglang:generation_tokens", "llamacpp:tokens_predicted")
 """Counters of output tokens, whoever asked for them, by server."""
+PROMPT_TOKENS: Final = ("vllm:prompt_tokens", "sglang:prompt_tokens", "llamacpp:prompt_tokens")
+"""Counters of prompt tokens; cached ones are in vLLM's and SGLang's, not in llama.cpp's."""
+REQUESTS_FINISHED: Final = "vllm:request_success"
 BUSY_GAUGES: Final = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -108,6 +111,14 @@ class Scrape:
     def has_engine_metrics(self) -> bool:
         """Whether any family of vLLM, SGLang or llama.cpp is there."""
         return any(name.startswith(ENGINE_PREFIXES) for name in self.samples)
+
+    @property
+    def lacks_acceptance(self) -> bool:
+        """Whether vLLM's metrics are there without any of acceptance: it speculates for nobody.
+
+        SGLang and llama.cpp may speculate without such metrics.
+        """
+        return self.dialect is None and any(name.startswith("vllm:") for name in self.samples)
 
     @property
     def is_idle(self) -> bool:
@@ -347,6 +358,16 @@ class Window:
     def generation_tokens(self) -> int | None:
         """Tokens the server generated for anyone, after stops and limits; None if it does not say."""
         return self._count(*GENERATED_TOKENS)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Prompt tokens of anyone's requests; None if the server does not say."""
+        return self._count(*PROMPT_TOKENS)
+
+    @property
+    def requests_finished(self) -> int | None:
+        """Requests of anyone that ended, by whatever reason (vLLM); None if the server does not say."""
+        return self._count(REQUESTS_FINISHED)
 
     @property
     def num_preemptions(self) -> int | None:
@@ -639,7 +660,7 @@ def _acceptance(
         return SpecCounters(
             dialect=None,
             reason=f"{METRICS_MISSING}: the server has metrics but none of acceptance: "
-            "log statistics are disabled, or this is another server's endpoint",
+            "log statistics are disabled, this is another server's endpoint, or the server does not speculate",
         )
     if dialect == "sglang":
         lengths = {sample.value for sample in after.find(SGLANG_LENGTH)}

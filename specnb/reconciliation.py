@@ -24,7 +24,7 @@ import polars as pl
 from specnb.acceptance import TRUNCATION_TOLERANCE, AcceptanceCounts, committed_acceptance_length
 from specnb.config import Arm, Plan
 from specnb.errors import RecordError
-from specnb.prometheus import INACTIVE, Window, parse, spec_log_lines
+from specnb.prometheus import INACTIVE, METRICS_MISSING, Window, parse, spec_log_lines
 from specnb.records import Run
 
 SOURCES: Final = ("engine", "response", "counters", "log", "chunks")
@@ -35,6 +35,8 @@ LOG_COVERAGE: Final = (0.5, 1.5)
 LOOP_LAG_LIMIT_S: Final = 0.010
 CONTAMINATED_RATE: Final = 0.1
 RATE_TOLERANCE: Final = 0.05
+PROMPT_TOLERANCE: Final = 16
+"""Prompt tokens a request by which a server and its requests may differ."""
 
 WHY: Final = {
     "engine": "the in-process engine recorded every step",
@@ -128,6 +130,12 @@ class _CellFrames:
     log: Sequence[str]
     scrapes: Sequence[str]
     plan: Plan
+    baseline_chunk: float | None = None
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the steps were guessed from chunks."""
+        return self.cell.get("steps_source") == "chunks"
 
     @property
     def answered(self) -> pl.DataFrame:
@@ -335,31 +343,30 @@ def truncation_table(run: Run) -> pl.DataFrame:
 
 
 def server_tokens(run: Run) -> pl.DataFrame:
-    """Tokens that the server generated in each cell beside those that its requests hold.
+    """Tokens and requests that the server counted in each cell beside those that the run holds.
 
     Returns
     -------
     pl.DataFrame
-        Grain: cell with scrapes. Columns: cell_id, arm, num_server_tokens (null: not counted, or reset),
-        num_client_tokens, num_uncertain_tokens (most that requests of unknown length may hold), agrees
-        (null where unknown), reason: begins with `foreign_traffic` (the server made more),
-        `lost_tokens` (it counted fewer), or says why there is no answer.
+        Grain: cell with scrapes. Columns: cell_id, arm, num_server_tokens (generated; null: not counted, or
+        reset), num_client_tokens, num_uncertain_tokens (most that requests of unknown length may hold),
+        num_server_prompt_tokens, num_client_prompt_tokens (null: some request does not tell),
+        num_server_requests (finished), num_client_requests (sent), agrees (null where generated tokens are
+        unknown and nothing else disagrees), reason: begins with `foreign_traffic` (the server did more),
+        `lost_tokens` (it generated fewer), or says why there is no answer.
+
+    Notes
+    -----
+    Generated tokens may differ by 1 %, prompt tokens (cached ones included, as vLLM counts them) by 1 % or
+    16 a request, requests by 1 %. Only an excess of prompt tokens or requests counts: llama.cpp leaves
+    cached tokens out, and servers do not count requests that they reject.
     """
     rows = []
     for cell in _cell_frames(run, speculating=False):
         if not cell.scrapes:
             continue
-        agrees, reason, served, counted, slack = _server_and_client(cell)
         rows.append(
-            {
-                "cell_id": cell.cell["cell_id"],
-                "arm": cell.arm.name,
-                "num_server_tokens": served,
-                "num_client_tokens": counted,
-                "num_uncertain_tokens": slack,
-                "agrees": agrees,
-                "reason": reason,
-            }
+            {"cell_id": cell.cell["cell_id"], "arm": cell.arm.name, **_server_and_client(cell)._asdict()}
         )
     return pl.DataFrame(
         rows,
@@ -369,6 +376,10 @@ def server_tokens(run: Run) -> pl.DataFrame:
             "num_server_tokens": pl.Int64,
             "num_client_tokens": pl.Int64,
             "num_uncertain_tokens": pl.Int64,
+            "num_server_prompt_tokens": pl.Int64,
+            "num_client_prompt_tokens": pl.Int64,
+            "num_server_requests": pl.Int64,
+            "num_client_requests": pl.Int64,
             "agrees": pl.Boolean,
             "reason": pl.String,
         },
@@ -383,9 +394,8 @@ def client_limited_cells(run: Run) -> pl.DataFrame:
     pl.DataFrame
         Grain: limited cell. Columns: cell_id, arm, concurrency, max_in_flight, max_requests_running (of
         the server, from scrapes; null without), loop_lag_p99_s, reason: begins with `client_limited`, for
-        what the client noticed itself; where it did not judge, fewer requests in flight than a closed loop
-        with work left keeps, or a loop lag (99th percentile) above 10 ms. Cells without `client` facts
-        have no row.
+        fewer requests in flight than a closed loop with work left keeps, a loop lag (99th percentile)
+        above 10 ms, or what else the client noticed itself. Cells without `client` facts have no row.
     """
     windows = cell_windows(run)
     sizes = dict(run.requests.group_by("cell_id").len().iter_rows())
@@ -397,15 +407,15 @@ def client_limited_cells(run: Run) -> pl.DataFrame:
         running = windows[cell["cell_id"]].max_requests_running if cell["cell_id"] in windows else None
         flight, lag = facts.get("max_in_flight"), facts.get("loop_lag_p99_s")
         wanted = min(cell["concurrency"], sizes.get(cell["cell_id"], 0))
-        if "limited" in facts:  # the client judged itself
-            reasons = [str(reason) for reason in facts["limited"]]
-        else:
-            reasons = []
-            if run.plan.load.mode == "closed" and flight is not None and 0 < flight < wanted:
-                seen = "" if running is None else f", the server ran at most {running}"
-                reasons.append(f"at most {flight} of {wanted} requests in flight{seen}")
-            if lag is not None and lag > LOOP_LAG_LIMIT_S:
-                reasons.append(f"loop lag P99 {1000 * lag:.1f} ms is over {1000 * LOOP_LAG_LIMIT_S:.0f} ms")
+        reasons = []
+        if run.plan.load.mode == "closed" and flight is not None and 0 < flight < wanted:
+            seen = "" if running is None else f", the server ran at most {running}"
+            reasons.append(f"at most {flight} of {wanted} requests in flight{seen}")
+        if lag is not None and lag > LOOP_LAG_LIMIT_S:
+            reasons.append(f"loop lag p99 {1000 * lag:.0f} ms is above {1000 * LOOP_LAG_LIMIT_S:.0f} ms")
+        # The client's own words for what is judged here too are left out.
+        noticed = (str(reason) for reason in facts.get("limited") or ())
+        reasons += [reason for reason in noticed if not reason.startswith(("loop lag", "at most"))]
         if reasons:
             rows.append(
                 {
@@ -438,15 +448,20 @@ def prefix_cache_table(run: Run) -> pl.DataFrame:
     Returns
     -------
     pl.DataFrame
-        Grain: cell with counters. Columns: the cell's keys, prefix_cache_hit_rate (hits / tokens looked
-        up over the cell, summed over engines; null where the counters are absent or were reset),
-        baseline_hit_rate (of the same tier, concurrency, sampling and repeat), contaminated, reason.
-        A cell is contaminated above 10 %, unless the plan turns prefix caching on, or if it differs from
-        the baseline by more than 5 points: no speedup is taken between a cold and a warm arm.
+        Grain: cell with counters or with cached tokens in its usage. Columns: the cell's keys,
+        prefix_cache_hit_rate (hits / tokens looked up over the cell, summed over engines; where the
+        counters are absent or were reset the share of cached tokens that usage tells of, at least; null
+        where neither tells), baseline_hit_rate (of the same tier, concurrency, sampling and repeat),
+        contaminated, reason. A cell is contaminated above 10 %, unless the plan starts its servers with
+        prefix caching, or if it differs from the baseline by more than 5 points: no speedup is taken
+        between a cold and a warm arm.
     """
     windows = cell_windows(run)
-    cells = [cell for cell in run.cells if cell["cell_id"] in windows]
-    rates = {cell["cell_id"]: windows[cell["cell_id"]].prefix_cache_hit_rate for cell in cells}
+    rates = _cached_by_usage(run)
+    for cell_id, window in windows.items():
+        counted = window.prefix_cache_hit_rate
+        rates[cell_id] = rates.get(cell_id) if counted is None else counted
+    cells = [cell for cell in run.cells if cell["cell_id"] in rates]
     place = ("entropy_tier", "concurrency", "sampling", "repeat")
     baseline = {
         tuple(cell[key] for key in place): rates[cell["cell_id"]]
@@ -458,7 +473,8 @@ def prefix_cache_table(run: Run) -> pl.DataFrame:
     for cell in cells:
         rate = rates[cell["cell_id"]]
         other = baseline.get(tuple(cell[key] for key in place))
-        wanted = args[cell["arm"]].get("enable_prefix_caching") is True
+        # Arguments are those of servers that the plan starts; a server at a url may run with any.
+        wanted = run.plan.engine.kind != "openai" and args[cell["arm"]].get("enable_prefix_caching") is True
         reasons = []
         if rate is not None and rate > CONTAMINATED_RATE and not wanted:
             reasons.append(f"{rate:.0%} of its prompt tokens came from an earlier cell's prefix cache")
@@ -483,6 +499,24 @@ def prefix_cache_table(run: Run) -> pl.DataFrame:
             "reason": pl.String(),
         },
     )
+
+
+def _cached_by_usage(run: Run) -> dict[str, float | None]:
+    """Least share of prompt tokens that usage calls cached, by cell; cells that tell of none are left out.
+
+    vLLM leaves the field out of answers without a cached token.
+    """
+    told = (
+        run.requests.filter(pl.col("num_prompt_tokens") > 0)
+        .group_by("cell_id")
+        .agg(
+            pl.col("num_cached_tokens", "num_prompt_tokens").sum(),
+            told=pl.col("num_cached_tokens").is_not_null().any(),
+        )
+        .filter("told")
+    )
+    share = pl.col("num_cached_tokens") / pl.col("num_prompt_tokens")
+    return dict(told.select("cell_id", share).iter_rows())
 
 
 def cell_windows(run: Run) -> dict[str, Window]:
@@ -571,10 +605,10 @@ def _from_counters(cell: _CellFrames) -> _Figures:
         positions=found.accepted_per_position,
         inactive=found.reason,
     )
-    agrees, reason, *_ = _server_and_client(cell)
-    if agrees is False:
-        return _marked(figures, reason or "")
-    if window.idle_change and agrees is None:
+    both = _server_and_client(cell)
+    if both.agrees is False:
+        return _marked(figures, both.reason or "")
+    if window.idle_change and both.agrees is None:
         return _marked(figures, window.idle_change)
     remarks = [*found.flags]
     if found.by_engine:
@@ -625,11 +659,46 @@ def _from_chunks(cell: _CellFrames) -> _Figures:
         usable=True,
         reason="estimate: each chunk after the first is taken for one target step",
     )
+    if doubt := _chunk_doubt(cell):
+        return _marked(figures, doubt)
     if largest > cell.longest + 1:
         return _marked(
             figures, f"a chunk of {largest} tokens is more than one step of at most {cell.longest + 1}"
         )
     return figures
+
+
+def _chunk_doubt(cell: _CellFrames) -> str | None:
+    """Why several tokens in a chunk show no draft in this cell; None if they do."""
+    if len(cell.scrapes) > 1:
+        window = Window.over([parse(body) for body in cell.scrapes])
+        if not window.reset and window.after.lacks_acceptance:
+            return (
+                f"{METRICS_MISSING}: the server counts no drafts, so chunks of several tokens are merged "
+                "ones (stream_interval?)"
+            )
+    base = cell.baseline_chunk
+    if base is None or base <= 1:
+        return None
+    later = cell.chunks.filter(pl.col("chunk") > 0)
+    own = _total(later, "num_tokens") / later.height if later.height else 1.0
+    if base > 1 + TRUNCATION_TOLERANCE or own <= base + TRUNCATION_TOLERANCE:
+        return (
+            f"the baseline's chunks hold {base:.2f} tokens too: chunks of several tokens are merged ones "
+            "(stream_interval?)"
+        )
+    return None
+
+
+def void_chunks(run: Run) -> dict[str, str]:
+    """Why several tokens in a chunk show no draft, for each cell of a server in which they don't.
+
+    A server of vLLM that speculates has its family of counters, and a baseline sends single tokens.
+    """
+    if run.plan.engine.kind in IN_PROCESS:
+        return {}
+    doubts = {cell.cell["cell_id"]: _chunk_doubt(cell) for cell in _cell_frames(run)}
+    return {cell_id: doubt for cell_id, doubt in doubts.items() if doubt}
 
 
 _READERS: Final[Mapping[str, Callable[[_CellFrames], _Figures]]] = {
@@ -744,7 +813,7 @@ def _with_figures(cell: _CellFrames) -> pl.DataFrame:
     told = _filled(cell.acceptance).select(
         "request_id", "num_drafts", "num_draft_tokens", "num_accepted_tokens"
     )
-    if told.is_empty() and not cell.steps.is_empty():
+    if told.is_empty() and not cell.steps.is_empty() and not (cell.guessed and _chunk_doubt(cell)):
         told = (
             cell.steps.filter(pl.col("num_draft_tokens") > 0)
             .group_by("request_id", maintain_order=True)
@@ -770,32 +839,65 @@ def _tokens_per_step(cell: _CellFrames) -> float | None:
     return (_total(found, "num_output_tokens") - found.height) / steps if steps else None
 
 
-def _server_and_client(cell: _CellFrames) -> tuple[bool | None, str | None, int | None, int, int]:
-    """Whether server and requests agree on tokens; why not; both counts; what is uncertain."""
+class _Both(NamedTuple):
+    """A row of `server_tokens`, less its keys."""
+
+    num_server_tokens: int | None
+    num_client_tokens: int
+    num_uncertain_tokens: int
+    num_server_prompt_tokens: int | None
+    num_client_prompt_tokens: int | None
+    num_server_requests: int | None
+    num_client_requests: int
+    agrees: bool | None
+    reason: str | None
+
+
+def _server_and_client(cell: _CellFrames) -> _Both:
+    """What server and requests count, and whether they agree."""
     sampling = next(known for known in cell.plan.sampling if known.name == cell.cell["sampling"])
     caps = cell.plan.workload.max_tokens
+    sent = cell.requests.filter(pl.col("sent_s").is_not_null())
     counted = _total(cell.requests, "num_output_tokens")
+    prompts = None if sent["num_prompt_tokens"].null_count() else _total(sent, "num_prompt_tokens")
     slack = 0
-    for row in cell.requests.filter(
-        pl.col("sent_s").is_not_null() & ((pl.col("status") != "ok") | pl.col("num_output_tokens").is_null())
-    ).iter_rows(named=True):
+    for row in sent.filter((pl.col("status") != "ok") | pl.col("num_output_tokens").is_null()).iter_rows(
+        named=True
+    ):
         cap = min(sampling.max_tokens, getattr(caps, row["length_tier"]) or sampling.max_tokens)
         slack += max(0, cap - (row["num_output_tokens"] or 0))
-    if len(cell.scrapes) < 2:
-        return None, "a single scrape: nothing to subtract", None, counted, slack
-    window = Window.over([parse(body) for body in cell.scrapes])
-    served = window.generation_tokens
-    if served is None:
-        why = window.malformed or window.reset or "the server does not count generated tokens"
-        return None, why, None, counted, slack
+    window = Window.over([parse(body) for body in cell.scrapes]) if len(cell.scrapes) > 1 else None
+    served = window.generation_tokens if window else None
+    served_prompts = window.prompt_tokens if window else None
+    served_requests = window.requests_finished if window else None
+    agrees: bool | None = None
+    reason: str | None = "a single scrape: nothing to subtract"
     said = f"the server generated {served} tokens, the requests hold {counted}"
     if slack:
         said += f" (and failed ones at most {slack} more)"
-    if served > (counted + slack) * (1 + TOKEN_TOLERANCE):
-        return False, f"foreign_traffic: {said}", served, counted, slack
-    if served < counted * (1 - TOKEN_TOLERANCE):
-        return False, f"lost_tokens: {said}: another server or process was asked", served, counted, slack
-    return True, None, served, counted, slack
+    if window and served is None:
+        reason = window.malformed or window.reset or "the server does not count generated tokens"
+    elif served is not None and served > (counted + slack) * (1 + TOKEN_TOLERANCE):
+        agrees, reason = False, f"foreign_traffic: {said}"
+    elif served_requests is not None and served_requests > sent.height * (1 + TOKEN_TOLERANCE):
+        agrees = False
+        reason = f"foreign_traffic: the server finished {served_requests} requests, {sent.height} were sent"
+    elif (
+        served_prompts is not None
+        and prompts is not None
+        and served_prompts > prompts + max(TOKEN_TOLERANCE * prompts, PROMPT_TOLERANCE * sent.height)
+    ):
+        agrees = False
+        reason = (
+            f"foreign_traffic: the server read {served_prompts} prompt tokens, the requests hold {prompts}"
+        )
+    elif served is not None and served < counted * (1 - TOKEN_TOLERANCE):
+        agrees, reason = False, f"lost_tokens: {said}: another server or process was asked"
+    elif served is not None:
+        agrees, reason = True, None
+    return _Both(
+        served, counted, slack, served_prompts, prompts, served_requests, sent.height, agrees, reason
+    )
 
 
 def _model(cell: _CellFrames, window: Window) -> str | None:
@@ -821,6 +923,7 @@ def _cell_frames(run: Run, *, speculating: bool = True) -> list[_CellFrames]:
     if server:
         joined = run.table("chunks").join(answered, on="request_id", how="inner", maintain_order="left")
         chunks = joined.partition_by("cell_id", as_dict=True)
+    base = _baseline_chunk(run, chunks) if server else None
     found = []
     for cell in run.cells:
         arm = arms[cell["arm"]]
@@ -838,9 +941,32 @@ def _cell_frames(run: Run, *, speculating: bool = True) -> list[_CellFrames]:
                 log=own["log_lines"].sort("line")["text"].to_list(),
                 scrapes=own["scrapes"].sort("scrape")["body"].to_list(),
                 plan=run.plan,
+                baseline_chunk=base,
             )
         )
     return found
+
+
+def _baseline_chunk(run: Run, chunks: Mapping[tuple[Any, ...], pl.DataFrame]) -> float | None:
+    """Tokens a chunk after the first, over the baseline's answered requests; None without such chunks.
+
+    Where chunks do not tell their tokens, all but one of a request's output tokens are in the later ones.
+    """
+    names = [cell["cell_id"] for cell in run.cells if cell["arm"] == run.plan.baseline.name]
+    frames = [chunks[(name,)] for name in names if (name,) in chunks]
+    if not frames:
+        return None
+    known = pl.col("num_tokens").is_not_null().all()
+    later = (
+        pl.concat(frames)
+        .filter(pl.col("chunk") > 0)
+        .group_by("request_id")
+        .agg(pl.len().alias("later"), pl.when(known).then(pl.col("num_tokens").sum()).alias("tokens"))
+        .join(run.requests.select("request_id", "num_output_tokens"), on="request_id", how="left")
+        .with_columns(pl.coalesce("tokens", pl.col("num_output_tokens") - 1))
+        .filter(pl.col("tokens").is_not_null())
+    )
+    return _total(later, "tokens") / _total(later, "later") if later.height else None
 
 
 def _cell_rows(run: Run, cell: _CellFrames) -> list[dict[str, Any]]:

@@ -212,7 +212,7 @@ def test_prompts_without_a_draft_are_no_evidence(simulated_run: Runs) -> None:
     found = judge(run)
     assert (found.outcome, found.num_prompts) == ("inconclusive", 2)
     assert found.reasons == (
-        "2 distinct prompts were compared, 20 are needed",
+        "2 distinct prompts were compared, 20 are needed (drafts in 8 of 96 requests)",
         "22 further prompts had no draft and are not counted",
     )
     # A difference counts whether or not anything was drafted for that prompt.
@@ -729,6 +729,101 @@ def test_a24_steps_guessed_from_chunks_prove_no_draft(tmp_path: Path) -> None:
     found = judge(run)
     assert found.outcome == "inconclusive"
     assert found.reasons[0].startswith("it is not known whether anything was drafted, so equal answers")
+
+
+def streamed(*chunks: int) -> list[ServerRequest]:
+    """24 answers of 17 tokens without figures of their own."""
+    return [ServerRequest(num_output_tokens=17, chunks=chunks)] * 24
+
+
+def beside(root: Path, base: ServerCell, cell: ServerCell) -> Run:
+    return read_run(write_server_run(root, [base, cell], server_plan(kind="vllm")))
+
+
+def test_merged_chunks_are_no_drafts_where_vllm_counts_none(tmp_path: Path) -> None:
+    """Both servers plain, both with a stream interval of 4; the arm's hardware may be faster."""
+    plain = [scrape(generated=0)] * 2 + [scrape(generated=24 * 17)] * 2
+    single = ServerCell(arm="baseline", requests=streamed(*[1] * 17), scrapes=plain)
+    merged = streamed(1, 4, 4, 4, 4)
+    run = beside(tmp_path / "a", single, ServerCell(requests=merged, scrapes=plain))
+    (row,) = draft_activity(run).to_dicts()
+    assert (row["active"], row["num_drafts"], row["source"]) == (None, None, None)
+    assert row["reason"].startswith("no source tells of drafts (metrics_missing: ")
+    found = judge(run)
+    assert (found.outcome, "metrics_missing" in found.reasons[0]) == ("inconclusive", True)
+    # Nor are the steps read into such chunks.
+    guessed = ServerCell(requests=merged, scrapes=plain, facts={"steps_source": "chunks"})
+    run = beside(tmp_path / "b", single, guessed)
+    keys = ("run_id", "arm", "cell_id", "request_id", "prompt_id")
+    counts = {"num_draft_tokens": 3, "num_accepted_tokens": 3, "num_emitted_tokens": 4, "engine_step": None}
+    rows = [
+        {**row, "step": step, **counts}
+        for row in run.requests.filter(pl.col("arm") == "draft").select(keys).iter_rows(named=True)
+        for step in range(4)
+    ]
+    run = with_tables(run, steps=pl.DataFrame(rows, schema=schema.STEPS.polars_schema))
+    drafts = known_drafts(run).filter(pl.col("request_id").str.starts_with("draft"))["num_drafts"]
+    assert drafts.null_count() == 24
+    assert judge(run).outcome == "inconclusive"
+
+
+def test_merged_chunks_are_no_drafts_where_the_baseline_has_them_too(tmp_path: Path) -> None:
+    arm = ServerCell(requests=streamed(1, 4, 4, 4, 4))
+    run = beside(tmp_path / "a", ServerCell(arm="baseline", requests=streamed(1, 2, 2, 4, 4, 4)), arm)
+    assert draft_activity(run)["active"].to_list() == [None]
+    assert judge(run).outcome == "inconclusive"
+    run = beside(tmp_path / "b", ServerCell(arm="baseline", requests=streamed(*[1] * 17)), arm)
+    assert draft_activity(run).select("active", "source").rows() == [(True, "chunks")]
+    assert judge(run).outcome == "equivalent"
+    # Chunks of an unknown number of tokens: 16 tokens in 4 chunks after the first.
+    unknown = [ServerRequest(num_output_tokens=17, chunks=[None] * 5)] * 24
+    run = beside(tmp_path / "c", ServerCell(arm="baseline", requests=unknown), arm)
+    assert draft_activity(run)["active"].to_list() == [None]
+
+
+def test_requests_without_a_draft_are_not_judged(tmp_path: Path) -> None:
+    """4 of 24 requests drafted: the others' equal answers say nothing."""
+    some = [*many(count=4), *many(None, count=20)]
+    told = "4 distinct prompts were compared, 20 are needed (drafts in 4 of 24 requests)"
+    # The class is known to have drafted by its counters, where some answers carry no figures.
+    scrapes = [scrape(0, 0, generated=0)] * 2 + [scrape(16, 0, generated=24 * 17)] * 2
+    found = judge(served(tmp_path / "counted", ServerCell(requests=some, scrapes=scrapes)))
+    assert (found.outcome, found.num_prompts, found.reasons[0]) == ("inconclusive", 4, told)
+    # Counters alone: no more requests than drafts.
+    scrapes = [scrape(0, 0, generated=0)] * 2 + [scrape(7, 0, generated=24 * 17)] * 2
+    found = judge(served(tmp_path / "few", ServerCell(requests=many(None), scrapes=scrapes)))
+    assert found.outcome == "inconclusive"
+    assert found.reasons[0] == (
+        "7 distinct prompts were compared, 20 are needed (drafts in at most 7 of 24 requests)"
+    )
+    # Chunks alone: a request of single tokens shows none.
+    some = [*streamed(1, 4, 4, 4, 4)[:4], *streamed(*[1] * 17)[4:]]
+    base = ServerCell(arm="baseline", requests=streamed(*[1] * 17))
+    found = judge(beside(tmp_path / "chunks", base, ServerCell(requests=some)))
+    assert (found.outcome, found.reasons[0]) == ("inconclusive", told)
+    enough = [*many(count=20), *many(vllm_acceptance([0, 0, 0, 0]), count=4)]
+    found = judge(served(tmp_path / "enough", ServerCell(requests=enough)))
+    assert (found.outcome, found.num_prompts) == ("equivalent", 20)
+    assert "drafts in 20 of 24 requests" in found.reasons
+
+
+def test_a_known_cached_share_beside_an_unknown_one_is_not_compared(tmp_path: Path) -> None:
+    def cached(run: Run, arm: str) -> Run:
+        own = pl.when(pl.col("arm") == arm).then(pl.lit(15, dtype=pl.Int64))
+        return with_tables(run, requests=run.requests.with_columns(num_cached_tokens=own))
+
+    run = cached(served(tmp_path / "a", ServerCell(requests=many())), "draft")
+    assert not_comparable(run, arm="draft") == (
+        "the prefix cache served 75% of prompt tokens in draft as far as usage tells, and nothing tells of "
+        "the baseline",
+    )
+    assert judge(run).outcome == "inconclusive"
+    run = cached(served(tmp_path / "b", ServerCell(requests=many())), "baseline")
+    assert not_comparable(run, arm="draft")[0].endswith("nothing tells of draft")
+    # vLLM leaves the field out of answers without a hit; its counters tell.
+    counted = [scrape(0, 0, generated=0, more="vllm:prefix_cache_hits_total 0\n")] * 2
+    cells = [ServerCell(arm=arm, requests=many(), scrapes=counted) for arm in ("baseline", "draft")]
+    assert not_comparable(cached(beside(tmp_path / "c", *cells), "draft"), arm="draft") == ()
 
 
 def test_unknown_drafts_are_not_called_vacuous(tmp_path: Path) -> None:

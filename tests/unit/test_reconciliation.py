@@ -16,6 +16,7 @@ from specnb.equivalence import inactive_classes
 from specnb.reconciliation import (
     acceptance_sources,
     headline_source,
+    prefix_cache_table,
     reconcile,
     request_drafts,
     server_tokens,
@@ -173,6 +174,63 @@ def test_foreign_traffic_is_found_by_its_tokens(tmp_path: Path) -> None:
     found = server_tokens(run).row(0, named=True)
     assert (found["num_server_tokens"], found["num_client_tokens"], found["agrees"]) == (142, 42, False)
     assert headline_source(run, "draft").source == "response"
+
+
+def test_foreign_prompts_and_requests_are_found(tmp_path: Path) -> None:
+    """A client that asks for a token a request makes few tokens and much work."""
+
+    def found(name: str, prompts: int, requests: int, **known: Any) -> dict[str, Any]:
+        counted = (
+            'vllm:prompt_tokens_total{{engine="0"}} {}\n'
+            'vllm:request_success_total{{engine="0",finished_reason="stop"}} {}\n'
+        )
+        before = scrape(100, 250, generated=1000, more=counted.format(500, 9))
+        after = scrape(115, 275, generated=1042, more=counted.format(500 + prompts, 9 + requests))
+        cell = ServerCell(requests=TWO, scrapes=[before, before, after, after])
+        run = run_of(tmp_path / name, cell)
+        run._tables["requests"] = run.requests.with_columns(
+            **{column: pl.lit(value, dtype=pl.Int64) for column, value in known.items()}
+        )
+        return server_tokens(run).row(0, named=True)
+
+    row = found("same", 40, 2)
+    assert (row["agrees"], row["reason"]) == (True, None)
+    assert (row["num_server_prompt_tokens"], row["num_client_prompt_tokens"]) == (40, 40)
+    assert (row["num_server_requests"], row["num_client_requests"]) == (2, 2)
+    assert found("template", 72, 2)["agrees"], "16 tokens a request"
+    row = found("prompts", 73, 2)
+    assert (row["agrees"], row["reason"]) == (
+        False,
+        "foreign_traffic: the server read 73 prompt tokens, the requests hold 40",
+    )
+    row = found("requests", 42, 3)
+    assert (row["agrees"], row["reason"]) == (
+        False,
+        "foreign_traffic: the server finished 3 requests, 2 were sent",
+    )
+    row = found("unknown", 90_000, 2, num_prompt_tokens=None)
+    assert (row["agrees"], row["num_client_prompt_tokens"]) == (True, None)
+    assert found("uncounted", 10, 1)["agrees"], "cached prompts and rejected requests may be left out"
+
+
+def test_cached_tokens_of_usage_stand_in_for_absent_counters(tmp_path: Path) -> None:
+    def table(name: str, kind: str, cached: list[int | None]) -> pl.DataFrame:
+        plan = server_plan(kind=kind, args={"enable_prefix_caching": True} if name == "wanted" else None)
+        run = run_of(tmp_path / (name + kind), ServerCell(requests=TWO), plan=plan)
+        run._tables["requests"] = run.requests.with_columns(
+            num_cached_tokens=pl.Series(cached, dtype=pl.Int64)
+        )
+        return prefix_cache_table(run)
+
+    assert table("silent", "openai", [None, None]).is_empty()
+    row = table("warm", "openai", [15, 15]).row(0, named=True)
+    assert (row["prefix_cache_hit_rate"], row["contaminated"]) == (0.75, True)
+    # vLLM names no cached tokens in answers without any: 3 of 40 tokens.
+    row = table("rare", "openai", [3, None]).row(0, named=True)
+    assert (row["prefix_cache_hit_rate"], row["contaminated"]) == (0.075, False)
+    # The plan's arguments are those of the servers that it starts.
+    assert table("wanted", "openai", [15, 15])["contaminated"].to_list() == [True]
+    assert table("wanted", "vllm", [15, 15])["contaminated"].to_list() == [False]
 
 
 def test_tokens_of_failed_requests_are_a_margin_and_lost_ones_a_fault(tmp_path: Path) -> None:
