@@ -3,7 +3,8 @@
 Reads a run directory and nothing else; imports no engine. Each check is a finding with a
 name, whether it holds, and one line that names the first place where it does not. A file
 that can't be read fails its own check and is named by those that need it. Separate from
-the readers, which stop at the first fault: here every fault is listed.
+the readers, which stop at the first fault: here every fault is listed. Verdicts ask for
+those that make numbers wrong (`contradictions`), so that none rests on such records.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 import polars as pl
 
 from specnb import schema
 from specnb.equivalence import (
+    GUESSED_STEPS,
     LOSSY_METHODS,
     degenerate_logprobs,
     inactive_classes,
@@ -41,18 +44,26 @@ from specnb.records import Run, read_run
 
 TIME_TOLERANCE_S: Final = 0.005
 
+T = TypeVar("T")
+_ONCE: Final[WeakKeyDictionary[Run, dict[Callable[[Run], Any], tuple[Any, Any, Any]]]] = WeakKeyDictionary()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One check: its name, whether it holds, and one line of detail."""
+    """One check: its name, whether it holds, one line of detail, and the arm where it does not (if one)."""
 
     name: str
     ok: bool
     detail: str
+    arm: str | None = None
 
 
 class _Broken(Exception):
-    """An invariant does not hold; the text says where."""
+    """An invariant does not hold; the text says where, `arm` in which arm (None: not in one alone)."""
+
+    def __init__(self, text: str, arm: str | None = None) -> None:
+        super().__init__(text)
+        self.arm = arm
 
 
 def check_run(path: Path | str) -> list[Finding]:
@@ -111,18 +122,77 @@ def refuse_altered_files(run: Run) -> None:
         raise RecordError(f"{run.path}: {finding.detail}; restore the run directory or measure again")
 
 
+def once(run: Run, make: Callable[[Run], T]) -> T:
+    """`make(run)`, worked out once for an opened run; again if its cells or requests were replaced.
+
+    Parameters
+    ----------
+    run
+        A run.
+    make
+        A function of a run alone, of a module.
+    """
+    known = _ONCE.setdefault(run, {})
+    entry = known.get(make)
+    if entry is None or entry[0] is not run.cells or entry[1] is not run.requests:
+        entry = known[make] = (run.cells, run.requests, make(run))
+    found: T = entry[2]
+    return found
+
+
+def contradictions(run: Run) -> tuple[Finding, ...]:
+    """The invariants that do not hold and without which the run's numbers are wrong.
+
+    Acceptance in range, positions, counters and restarts, server and client tokens, a baseline that
+    drafted, output tokens and steps, chunk sums, and acceptance sources that disagree. Left out are those
+    that other rules treat cell by cell (`client kept up`, `prefix cache`), arms that differ and arms that
+    never drafted.
+
+    Returns
+    -------
+    tuple of Finding
+        In the order of `check_run`, under its names. `arm` is the arm that a finding spoils; None: all, as
+        where it is the baseline's. An invariant that fails in several arms has one finding for each.
+
+    Raises
+    ------
+    RecordError
+        A table can't be read.
+    """
+    return once(run, _contradictions)
+
+
+def _contradictions(run: Run) -> tuple[Finding, ...]:
+    found = []
+    baseline = run.plan.baseline.name
+    for title, check in _DECISIVE:
+        part, named = run, set[str]()
+        while not (finding := _finding(title, check, part)).ok:
+            if finding.arm in (None, baseline):
+                found.append(Finding(name=title, ok=False, detail=finding.detail))
+                break
+            if finding.arm in named:
+                break
+            found.append(finding)
+            # The others' faults hide behind the first: look at the run without this arm.
+            named.add(str(finding.arm))
+            part = Run(run.path, run.manifest, tuple(cell for cell in run.cells if cell["arm"] not in named))
+    return tuple(found)
+
+
 def _finding(name: str, check: Callable[[Run], str], run: Run) -> Finding:
     try:
         return Finding(name=name, ok=True, detail=check(run))
     except _Broken as broken:
-        return Finding(name=name, ok=False, detail=str(broken))
+        return Finding(name=name, ok=False, detail=str(broken), arm=broken.arm)
 
 
 def _first(frame: pl.DataFrame, bad: pl.Expr, text: str) -> None:
     """Raises for the first row where `bad` is true; `text` is filled in with that row's columns."""
     found = frame.filter(bad.fill_null(False))
     if found.height:
-        raise _Broken(f"{text.format(**found.row(0, named=True))} ({found.height} of {frame.height} rows)")
+        row = found.row(0, named=True)
+        raise _Broken(f"{text.format(**row)} ({found.height} of {frame.height} rows)", arm=row.get("arm"))
 
 
 def _finished(run: Run) -> str:
@@ -295,16 +365,17 @@ def _counters(run: Run) -> str:
     table = run.table("scrapes").sort("cell_id", "scrape")
     for (cell_id,), rows in table.group_by("cell_id", maintain_order=True):
         scrapes = [parse(body) for body in rows["body"]]
+        arm = str(rows["arm"][0])
         for number, scrape in zip(rows["scrape"], scrapes, strict=True):
             if scrape.malformed:
-                raise _Broken(f"{cell_id} scrape {number}: {scrape.malformed}")
+                raise _Broken(f"{cell_id} scrape {number}: {scrape.malformed}", arm)
         for number, before, after in zip(rows["scrape"][1:], scrapes, scrapes[1:], strict=False):
             fallen = falling_counter(before, after)
             if fallen is not None:
-                raise _Broken(f"{cell_id} scrape {number}: {_fall(fallen, scrapes)}")
+                raise _Broken(f"{cell_id} scrape {number}: {_fall(fallen, scrapes)}", arm)
         window = Window.over(scrapes) if len(scrapes) > 1 else None
         if window is not None and window.reset:
-            raise _Broken(f"{cell_id}: {window.reset}")
+            raise _Broken(f"{cell_id}: {window.reset}", arm)
         checked += sum(len(scrapes[-1].samples[name]) for name in scrapes[-1].monotonic)
     return f"{checked} counters never fall"
 
@@ -317,10 +388,11 @@ def _fall(fallen: tuple[str, float, float], scrapes: list[Scrape]) -> str:
 def _server_tokens(run: Run) -> str:
     if not run.has("scrapes"):
         return "no server counters"
-    table = server_tokens(run)
-    for cell_id, reason in table.filter(~pl.col("agrees")).select("cell_id", "reason").iter_rows():
+    table = once(run, server_tokens)
+    wrong = table.filter(~pl.col("agrees")).select("cell_id", "arm", "reason")
+    for cell_id, arm, reason in wrong.iter_rows():
         kind, _, said = reason.partition(": ")
-        raise _Broken(f"{cell_id}: {said} ({kind})")
+        raise _Broken(f"{cell_id}: {said} ({kind})", arm)
     checked = table["agrees"].drop_nulls().len()
     unknown = table.filter(pl.col("agrees").is_null())
     rest = f"; unknown in {unknown.height}: {unknown['reason'][0]}" if unknown.height else ""
@@ -370,16 +442,42 @@ def _success(run: Run) -> str:
     return f"{ok.height} of {run.requests.height} requests are ok, each with tokens and a finish reason"
 
 
-def _drafts(run: Run) -> str:
-    steps = run.labelled("steps")
-    base = steps.filter(pl.col("arm") == run.plan.baseline.name)
+def _baseline_drafts(run: Run) -> str:
+    """That the baseline verified no draft: in its steps, its responses and its server's counters."""
+    baseline = run.plan.baseline.name
+    own = pl.col("arm") == baseline
     _first(
-        base,
+        run.labelled("steps", columns=("request_id", "arm", "num_draft_tokens")).filter(own),
         pl.col("num_draft_tokens") > 0,
         "request {request_id}: the baseline verified {num_draft_tokens} drafts",
     )
+    if run.plan.engine.kind in IN_PROCESS:
+        return "the baseline verified no draft"
+    _first(
+        run.table("acceptance").filter(own),
+        pl.col("num_drafts") > 0,
+        "request {request_id}: its response says that the baseline verified {num_drafts} drafts",
+    )
+    windows = once(run, cell_windows)
+    for cell in run.cells:
+        window = windows.get(cell["cell_id"])
+        if cell["arm"] != baseline or window is None:
+            continue
+        try:
+            found = window.acceptance(speculating=False)
+        except RecordError as error:
+            raise _Broken(f"{cell['cell_id']}: {error}", baseline) from error
+        if found.num_drafts:
+            text = f"{cell['cell_id']}: the baseline's server verified {found.num_drafts} drafts"
+            raise _Broken(text, baseline)
+    return "the baseline verified no draft"
+
+
+def _drafts(run: Run) -> str:
+    _baseline_drafts(run)
     if run.plan.engine.kind not in IN_PROCESS:
         return _server_drafts(run)
+    steps = run.labelled("steps")
     for arm in speculating_arms(run.plan):
         own = steps.filter(pl.col("arm") == arm.name)
         settings = run.requests.filter(pl.col("arm") == arm.name, pl.col("status") == "ok")["sampling"]
@@ -395,18 +493,7 @@ def _drafts(run: Run) -> str:
 
 
 def _server_drafts(run: Run) -> str:
-    """`_drafts` of servers, from whatever source counts drafts."""
-    windows = cell_windows(run)
-    for cell in run.cells:
-        window = windows.get(cell["cell_id"])
-        if cell["arm"] != run.plan.baseline.name or window is None:
-            continue
-        try:
-            found = window.acceptance(speculating=False)
-        except RecordError as error:
-            raise _Broken(f"{cell['cell_id']}: {error}") from error
-        if found.num_drafts:
-            raise _Broken(f"{cell['cell_id']}: the baseline's server verified {found.num_drafts} drafts")
+    """That every arm drafted on its server, from whatever source counts drafts."""
     classes = inactive_classes(run)
     for arm, sampling, active, reason in classes.iter_rows():
         if active is False:
@@ -476,11 +563,11 @@ def _truncation(run: Run) -> str:
 def _server_truncation(run: Run) -> str:
     """Output tokens against drafts and accepted tokens of every response that has them, then its steps."""
     table = truncation_table(run)
-    for reason in table.filter(~pl.col("holds"))["reason"]:
-        raise _Broken(reason)
+    for arm, reason in table.filter(~pl.col("holds")).select("arm", "reason").iter_rows():
+        raise _Broken(reason, arm)
     told = run.table("acceptance").select("request_id", told="num_drafts", said="num_accepted_tokens")
     stepped = (
-        run.steps.group_by("request_id", maintain_order=True)
+        run.steps.group_by("request_id", "arm", maintain_order=True)
         .agg(
             drafts=(pl.col("num_draft_tokens") > 0).sum().cast(pl.Int64),
             accepted=pl.col("num_accepted_tokens").sum(),
@@ -615,23 +702,41 @@ def _prefix_cache(run: Run) -> str:
 def _sources(run: Run) -> str:
     if run.plan.engine.kind in IN_PROCESS:
         return "one source: the engine's own steps"
-    table = reconcile(run)
-    exact = pl.col("source").is_in(["response", "counters"])
-    for row in table.filter(exact & ~pl.col("agrees")).iter_rows(named=True):
-        raise _Broken(f"{row['cell_id']}: {row['source']} disagrees: {row['reason']}")
+    table = once(run, reconcile)
+    _no_disagreement(table)
     said = []
     for arm in speculating_arms(run.plan):
-        source, why = headline_source(run, arm.name)
         own = table.filter((pl.col("arm") == arm.name) & pl.col("headline") & (pl.col("num_requests") > 0))
         bad = own.filter(~pl.col("usable"))
-        if source is not None and bad.height:
-            raise _Broken(f"{bad['cell_id'][0]}: {source} is not usable: {bad['reason'][0]}")
+        if bad.height:
+            place = f"{bad['cell_id'][0]}: {bad['source'][0]}"
+            raise _Broken(f"{place} is not usable: {bad['reason'][0]}", arm.name)
+        # The table names it; only why there is none has to be asked for.
+        source, why = (own["source"][0], "") if own.height else headline_source(run, arm.name)
         if source is None and run.plan.engine.kind == "vllm":
             raise _Broken(f"arm {arm.name}: no source of acceptance: {why}")
         said.append(f"{arm.name} from {source or 'nothing'}")
     doubts = table.filter(~pl.col("agrees"))
     rest = f"; {doubts.height} estimates from log or chunks differ" if doubts.height else ""
     return f"acceptance of {', '.join(said) or 'no arm'}{rest}"
+
+
+def _source_conflicts(run: Run) -> str:
+    """That the exact sources agree, but where a cell's responses told nothing: its drafts are guesses."""
+    if run.plan.engine.kind in IN_PROCESS:
+        return "one source: the engine's own steps"
+    told = set(run.table("acceptance")["cell_id"])
+    guessed = [cell["cell_id"] for cell in run.cells if cell.get("steps_source") == GUESSED_STEPS]
+    guessed = [cell_id for cell_id in guessed if cell_id not in told]
+    _no_disagreement(once(run, reconcile).filter(~pl.col("cell_id").is_in(guessed)))
+    return "no source contradicts another"
+
+
+def _no_disagreement(table: pl.DataFrame) -> None:
+    """Raises for the first row of `reconcile` where an exact source and the headline disagree."""
+    exact = pl.col("source").is_in(["response", "counters"])
+    for row in table.filter(exact & ~pl.col("agrees")).iter_rows(named=True):
+        raise _Broken(f"{row['cell_id']}: {row['source']} disagrees: {row['reason']}", row["arm"])
 
 
 _ACCEPTANCE_TABLES: Final = ("requests", "steps", "chunks", "acceptance", "scrapes", "log_lines")
@@ -652,6 +757,17 @@ _INVARIANTS: Final[tuple[tuple[str, tuple[str, ...], Callable[[Run], str]], ...]
     ("chunk sums", ("requests", "chunks"), _chunk_sums),
     ("batch sizes", ("steps", "engine_steps"), _batches),
     ("client kept up", ("requests", "scrapes"), _client),
-    ("prefix cache", ("scrapes",), _prefix_cache),
+    ("prefix cache", ("requests", "scrapes"), _prefix_cache),
     ("acceptance sources", _ACCEPTANCE_TABLES, _sources),
+)
+
+_DECISIVE: Final[tuple[tuple[str, Callable[[Run], str]], ...]] = (
+    ("I1 acceptance in range", _acceptance_range),
+    ("I2 positions add up", _positions),
+    ("I3 counters never fall", _counters),
+    ("I4 server and client tokens", _server_tokens),
+    ("I7 drafts in the judged requests", _baseline_drafts),
+    ("output tokens and steps", _truncation),
+    ("chunk sums", _chunk_sums),
+    ("acceptance sources", _source_conflicts),
 )

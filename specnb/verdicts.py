@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specnb.acceptance import suffix_decay
+from specnb.checks import contradictions, once
 from specnb.config import Arm
 from specnb.equivalence import (
     GUESSED_STEPS,
@@ -62,6 +63,10 @@ EXIT_UNDECIDED: Final = 3
 NEVER_SERVED: Final = ("server_start", "connect")
 """`error_kind` of requests that no server has ever seen."""
 SPEEDUP_QUESTION: Final = "Is it faster than the target alone, and up to which concurrency?"
+EQUIVALENCE_QUESTION: Final = "Are its answers those of the target alone?"
+NO_ANSWER: Final = "no answer from this run, because "
+REPEATS_APART: Final = 2.0
+"""Factor between the ratios of two repeats from which they are no repeats of one measurement."""
 
 Rate = Annotated[float, Field(ge=0, le=1)]
 
@@ -220,7 +225,7 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
     policy = policy or Policy()
     question = "Does the chance of acceptance fall along the draft block?"
     claims = []
-    activity = draft_activity(run)
+    activity = once(run, draft_activity)
     for arm in speculating_arms(run.plan):
         if given := _given_acceptance(run, arm):
             claims.append(_refused(arm.name, question, "suffix decay", given))
@@ -238,7 +243,7 @@ def suffix_decay_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim,
         estimate = _estimate(row)
         reached = (
             f"{estimate.n:,} draft positions that were reached, of {estimate.n_clusters} prompts "
-            f"({sampling}, {_concurrency(steps)}"
+            f"({sampling}, {_concurrency(run, steps)}"
         )
         if estimate.value is None:
             reason = f"no slope can be fitted to {reached}): {estimate.reason}"
@@ -294,7 +299,7 @@ def entropy_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
     policy = policy or Policy()
     question = "Do drafts hit less often where the target is less certain?"
     claims = []
-    activity = draft_activity(run)
+    activity = once(run, draft_activity)
     for arm in speculating_arms(run.plan):
         if given := _given_acceptance(run, arm):
             claims.append(_refused(arm.name, question, "entropy", given))
@@ -326,8 +331,9 @@ def entropy_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
                 sentence=(
                     f"{arm.name}: {said}: the hit rate is {_rate(rate.get(True))} in the {certain} "
                     f"and {_rate(rate.get(False))} in the {rest}, a gap of {_number(estimate, '+.3f')} over "
-                    f"{estimate.n:,} tried tokens of {estimate.n_clusters} prompts ({_concurrency(tried)}; "
-                    f"supported above 0, ruled out below {policy.negligible_hit_rate_gap:g})."
+                    f"{estimate.n:,} tried tokens of {estimate.n_clusters} prompts "
+                    f"({_concurrency(run, tried)}; supported above 0, ruled out below "
+                    f"{policy.negligible_hit_rate_gap:g})."
                 ),
                 estimate=estimate,
                 threshold=0.0,
@@ -351,9 +357,13 @@ def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
     `max_concurrency`, whatever the concurrency in question.
 
     A concurrency is not judged, and named, if no repeat of it is fit for timing (`unfit_cells`), if the
-    baseline answered nothing at it or if fewer than `minimum_prompts` prompts took part; then the next one
-    is the lowest. Where the arm failed (the interval of its error rate is above `max_error_rate`), nothing
-    is certified at it or above. Failed requests are in no ratio; the sentence counts them.
+    baseline answered nothing at it or if fewer than `minimum_prompts` prompts took part; then the next one is
+    the lowest. Where the arm failed (the interval of its error rate is above `max_error_rate`), nothing is
+    certified at it or above. The time of failed requests is in the ratio and their tokens are not, so that
+    failures of the baseline raise it: where they are too many (the same rule) the load is not judged. Nor is
+    it where tokens a second and paired times per output token lie on opposite sides of 1, interval and all.
+    Prompts of the same text count once. In an open loop arrivals set the throughput, so that nothing is
+    judged; nor is anything if the records contradict themselves (`checks.contradictions`).
 
     Parameters
     ----------
@@ -364,9 +374,9 @@ def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
     """
     policy = policy or Policy()
     claims = []
-    activity, unfit = draft_activity(run), unfit_cells(run)
+    activity, unfit = once(run, draft_activity), unfit_cells(run)
     for arm in speculating_arms(run.plan):
-        problem = _unusable(run, arm)
+        problem = next(iter(_contradictions(run, arm.name)), None) or _unusable(run, arm)
         if problem:
             claims.append(_without_estimate(arm.name, SPEEDUP_QUESTION, "speedup", problem))
             continue
@@ -386,6 +396,10 @@ def unfit_cells(run: Run) -> pl.DataFrame:
         asked for here) or `lost_tokens` (fewer: another process answered); reason. Empty for in-process
         engines.
     """
+    return once(run, _unfit_cells)
+
+
+def _unfit_cells(run: Run) -> pl.DataFrame:
     found = [
         *((cell, "client_limited", reason) for cell, reason in _reasons(client_limited_cells(run))),
         *(
@@ -394,7 +408,7 @@ def unfit_cells(run: Run) -> pl.DataFrame:
         ),
         *(
             (cell, reason.partition(":")[0], reason)
-            for cell, reason in _reasons(server_tokens(run).filter(~pl.col("agrees")))
+            for cell, reason in _reasons(once(run, server_tokens).filter(~pl.col("agrees")))
         ),
     ]
     by_id = {cell["cell_id"]: cell for cell in run.cells}
@@ -460,22 +474,24 @@ def equivalence_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, 
     specnb.equivalence.judge_equivalence : the rules.
     """
     policy = policy or Policy()
-    activity = draft_activity(run)
+    activity = once(run, draft_activity)
     return tuple(_equivalence_claim(run, arm.name, activity, policy) for arm in speculating_arms(run.plan))
 
 
 def final_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
     """Whether to put an arm in front of its target; one claim an arm.
 
-    In this order: `inconclusive` if the run is modelled (whatever its speedups: acceptance or weights were
-    inputs), unfinished, its arms can't be compared, or no server of the arm was ever there; `do not adopt`
-    if answers are not equivalent or if the whole interval of the error rate is above `max_error_rate` and
-    above the baseline's; `inconclusive` if nothing was drafted in the judged requests, no load is fit for
-    timing or fewer than `minimum_prompts` prompts took part; `do not adopt` if the speedup is not
-    supported; `inconclusive` if the speedup is; `canary first` if equivalence is inconclusive, there are
-    fewer than `minimum_repeats` repeats fit for timing, errors, the latency tail or answer lengths are
-    outside the policy, or a load below the one reached was not judged or did not speculate; else `adopt`,
-    or `adopt up to concurrency N` if the speedup was not shown at the highest measured concurrency.
+    In this order: `inconclusive` if its records contradict themselves (`checks.contradictions`), the run is
+    modelled (whatever its speedups: acceptance or weights were inputs), unfinished, its arms can't be
+    compared, or no server of the arm was ever there; `do not adopt` if answers are not equivalent or if the
+    whole interval of the error rate is above `max_error_rate` and above the baseline's; `inconclusive` if
+    nothing was drafted in the judged requests, no load is fit for timing or fewer than `minimum_prompts`
+    prompts took part; `do not adopt` if the speedup is not supported; `inconclusive` if the speedup is;
+    `canary first` if equivalence is inconclusive, there are fewer than `minimum_repeats` repeats fit for
+    timing, errors, the latency tail or answer lengths are outside the policy, the baseline failed at a judged
+    load, repeats differ by more than a factor of 2, or a load below the one reached was not judged or did not
+    speculate; else `adopt`, or `adopt up to concurrency N` if the speedup was not shown at the highest
+    measured concurrency.
 
     Parameters
     ----------
@@ -600,8 +616,9 @@ class _Loads:
 
 
 def _loads(
-    run: Run, arm: str, fit: pl.DataFrame, unfit: pl.DataFrame, headline: pl.DataFrame, policy: Policy
+    run: Run, arm: str, fit: pl.DataFrame, unfit: pl.DataFrame, table: pl.DataFrame, policy: Policy
 ) -> _Loads:
+    """Which loads are judged, from `speedup_table`'s rows of one arm."""
     baseline = run.plan.baseline.name
     pair = pl.col("arm").is_in([arm, baseline])
     requests = run.requests.filter(pair)
@@ -613,7 +630,9 @@ def _loads(
         if own.is_empty():
             continue
         here = (pl.col("concurrency") == level) & (pl.col("sampling") == sampling)
-        share = wilson_estimate(_num_failed(own), own.height, level=policy.level)
+        share, base_share = (
+            wilson_estimate(_num_failed(asked), asked.height, level=policy.level) for asked in (own, other)
+        )
         if fit.filter(here, pl.col("arm") == arm).is_empty():
             cell = unfit.filter(here, pair).row(0, named=True)
             gaps[level] = f"{cell['kind']} in {cell['cell_id']}: {cell['reason'].partition(';')[0]}"
@@ -621,17 +640,89 @@ def _loads(
             failed[level] = f"{_failures(own)} at concurrency {level}"
         elif _num_failed(other) == other.height:
             gaps[level] = f"the baseline answered none of its {other.height} requests there"
+        elif base_share.low is not None and base_share.low > policy.max_error_rate:
+            gaps[level] = (
+                f"{_failures(other)} in the baseline, at most {policy.max_error_rate:.1%} may: "
+                "the time that they took is in the ratio"
+            )
+    for level, reason in _opposed(table):
+        if level not in failed:
+            gaps.setdefault(level, reason)
     few: dict[int, int] = {}
-    for row in headline.filter(pl.col("n_clusters") < policy.minimum_prompts).iter_rows(named=True):
-        level = row["concurrency"]
-        if level not in gaps and level not in failed:
-            few[level] = min(row["n_clusters"], few.get(level, row["n_clusters"]))
+    # A prompt that is asked under several ids is one prompt.
+    answered = fit.filter(pl.col("arm") == arm, pl.col("status") == "ok")
+    texts = answered.group_by("sampling", "concurrency").agg(pl.col("prompt_sha256").n_unique())
+    headline = table.filter(pl.col("metric") == "throughput_speedup")
+    headline = headline.join(texts, on=["sampling", "concurrency"], how="left", maintain_order="left")
+    for row in headline.iter_rows(named=True):
+        level, count = row["concurrency"], min(row["n_clusters"], row["prompt_sha256"] or 0)
+        if count < policy.minimum_prompts and level not in gaps and level not in failed:
+            few[level] = min(count, few.get(level, count))
     if few:
         counts = sorted({min(few.values()), max(few.values())})
         reason = f"{' to '.join(map(str, counts))} distinct prompts, {policy.minimum_prompts} are needed"
         gaps |= dict.fromkeys(few, reason)
     levels = sorted(set(requests.filter(pl.col("arm") == arm)["concurrency"]))
     return _Loads(levels=tuple(levels), gaps=gaps, failed=failed)
+
+
+def _opposed(table: pl.DataFrame) -> list[tuple[int, str]]:
+    """Loads at which tokens a second and the time per output token lie on opposite sides of 1."""
+    on = ["sampling", "concurrency"]
+    rows = table.filter(pl.col("metric") == "throughput_speedup").join(
+        table.filter(pl.col("metric") == "paired_tpot_speedup"), on=on, suffix="_tpot", maintain_order="left"
+    )
+    apart = ((pl.col("low") > 1) & (pl.col("high_tpot") < 1)) | (
+        (pl.col("high") < 1) & (pl.col("low_tpot") > 1)
+    )
+    return [
+        (
+            row["concurrency"],
+            f"tokens a second are {row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}] times the "
+            f"baseline's but the time per output token is {row['value_tpot']:.2f} [{row['low_tpot']:.2f}, "
+            f"{row['high_tpot']:.2f}] times as short: one of the two is not the servers' pace",
+        )
+        for row in rows.filter(apart).iter_rows(named=True)
+    ]
+
+
+def _baseline_failures(fit: pl.DataFrame, baseline: str, judged: Sequence[int]) -> list[str]:
+    """That the baseline failed at judged loads, which its throughput pays for."""
+    own = fit.filter(pl.col("arm") == baseline, pl.col("concurrency").is_in(list(judged)))
+    if not _num_failed(own):
+        return []
+    return [f"baseline failures: {_failures(own)}; the time that they took is in the ratio"]
+
+
+def _repeats_apart(fit: pl.DataFrame, arm: str, baseline: str) -> list[str]:
+    """Loads at which the ratios of two repeats differ by more than `REPEATS_APART`."""
+    place = ["sampling", "concurrency", "repeat"]
+    rates = (
+        fit.filter(pl.col("status") == "ok")
+        .group_by("arm", *place, "cell_id", maintain_order=True)
+        .agg(
+            tokens=pl.col("num_output_tokens").sum(),
+            span_s=pl.col("last_token_s").max() - pl.col("sent_s").min(),
+        )
+        .group_by("arm", *place, maintain_order=True)
+        .agg(rate=pl.col("tokens").sum() / pl.col("span_s").sum())
+        .filter(pl.col("rate").is_finite() & (pl.col("rate") > 0))
+    )
+    own, other = (rates.filter(pl.col("arm") == name) for name in (arm, baseline))
+    ratios = own.join(other, on=place, suffix="_baseline", maintain_order="left").with_columns(
+        ratio=pl.col("rate") / pl.col("rate_baseline")
+    )
+    found = []
+    for (sampling, level), group in ratios.group_by("sampling", "concurrency", maintain_order=True):
+        group = group.sort("ratio")
+        least, most = group.row(0, named=True), group.row(-1, named=True)
+        if most["ratio"] > REPEATS_APART * least["ratio"]:
+            found.append(
+                f"repeats differ by more than a factor of {REPEATS_APART:g} ({sampling}, concurrency "
+                f"{level}): {least['ratio']:.2f} times the baseline in repeat {least['repeat']}, "
+                f"{most['ratio']:.2f} in repeat {most['repeat']}"
+            )
+    return found
 
 
 def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFrame, policy: Policy) -> Claim:
@@ -642,6 +733,13 @@ def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFra
         if _num_failed(asked) == asked.height:
             reason = f"no request of {who} was answered ({_failures(asked)})"
             return _without_estimate(name, SPEEDUP_QUESTION, "speedup", reason)
+    if run.plan.load.mode == "open":
+        caps = _listed(sorted(set(run.requests.filter(pl.col("arm") == name)["concurrency"])))
+        reason = (
+            "an open loop's throughput is its arrival rate; compare TTFT, TPOT and end-to-end times "
+            f"(its concurrency, {caps}, is a cap)"
+        )
+        return _without_estimate(name, SPEEDUP_QUESTION, "speedup", reason)
     fit = fit_requests(run, unfit=unfit).filter(pair)
     if fit.filter(pl.col("status") == "ok")["arm"].n_unique() < 2:
         first = unfit.filter(pair)["kind"][0] if unfit.filter(pair).height else "failures"
@@ -658,7 +756,7 @@ def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFra
         rng=_generator(policy, "speedup", name),
     )
     headline = table.filter(pl.col("metric") == "throughput_speedup").sort("concurrency", maintain_order=True)
-    loads = _loads(run, name, fit, unfit, headline, policy)
+    loads = _loads(run, name, fit, unfit, table, policy)
     judged = policy.target_concurrency or next(
         (level for level in loads.levels if level not in loads.gaps), loads.levels[0]
     )
@@ -724,6 +822,8 @@ def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFra
         *(f"not judged at {text}" for text in loads.told(below) if text and not problem),
         *(f"beyond that, not judged at {text}" for text in loads.told(above) if not problem),
         *(text for text in loads.failed.values() if text != problem),
+        *_baseline_failures(fit, baseline, loads.judged),
+        *_repeats_apart(fit, name, baseline),
         *_dropped(run, fit, name, loads),
         *_dirty(run, name),
         *_off(activity, name, headline),
@@ -770,13 +870,15 @@ def _failures(requests: pl.DataFrame) -> str:
 
 
 def _left_out(run: Run, arms: Sequence[str]) -> str:
-    """How many failed requests a ratio leaves out; empty without one."""
+    """How many requests failed, whose tokens a ratio leaves out; empty without one."""
     parts = []
     for name in arms:
         own = run.requests.filter(pl.col("arm") == name)
         if failed := _num_failed(own):
             parts.append(f"{failed} of {own.height} requests of {name}")
-    return f"; {' and '.join(parts)} failed and are in no ratio" if parts else ""
+    if not parts:
+        return ""
+    return f"; {' and '.join(parts)} failed: their time is in the ratio, their tokens are not"
 
 
 def _dirty(run: Run, arm: str) -> list[str]:
@@ -904,6 +1006,8 @@ def _length_reasons(table: pl.DataFrame, policy: Policy) -> list[str]:
 
 
 def _equivalence_claim(run: Run, arm: str, activity: pl.DataFrame, policy: Policy) -> Claim:
+    if wrong := _contradictions(run, arm):
+        return _without_estimate(arm, EQUIVALENCE_QUESTION, "equivalence", wrong[0])
     found = judge_equivalence(
         run,
         arm=arm,
@@ -915,7 +1019,7 @@ def _equivalence_claim(run: Run, arm: str, activity: pl.DataFrame, policy: Polic
     )
     return Claim(
         arm=arm,
-        question="Are its answers those of the target alone?",
+        question=EQUIVALENCE_QUESTION,
         verdict=found.outcome,
         sentence=_equivalence_sentence(run, found),
         estimate=found.match,
@@ -929,20 +1033,21 @@ def _equivalence_claim(run: Run, arm: str, activity: pl.DataFrame, policy: Polic
 
 def _equivalence_sentence(run: Run, found: Outcome) -> str:
     levels = _listed(sorted(set(run.requests.filter(pl.col("arm") == found.arm)["concurrency"])))
+    load = _load_name(run)
     excused = f" ({found.num_clear_excused} of these only where the baseline parts from itself as well)"
     evidence = (
-        f"{found.num_prompts} distinct prompts at concurrency {levels}"
+        f"{found.num_prompts} distinct prompts at {load} {levels}"
         if found.match is None and found.num_prompts
         else ""
         if found.match is None
         else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy "
-        f"answer in their first pair at the lowest concurrency; {found.num_mismatched} differ in some pair "
-        f"at concurrency {levels}, {found.num_clear} of them with a margin above "
+        f"answer in their first pair at the lowest {load}; {found.num_mismatched} differ in some pair "
+        f"at {load} {levels}, {found.num_clear} of them with a margin above "
         f"{found.near_tie_nats:g} nats{excused if found.num_clear_excused else ''}"
         f"{f', {found.num_unknown} at a margin that is not known' if found.num_unknown else ''}"
         if found.num_mismatched
         else f"{_number(found.match, '.1%')} of {found.num_prompts} distinct prompts give the same greedy "
-        "answer in their first pair at the lowest concurrency, none differs in any pair at concurrency "
+        f"answer in their first pair at the lowest {load}, none differs in any pair at {load} "
         f"{levels}"
     )
     said = {
@@ -961,7 +1066,7 @@ def _final_claims(
     run: Run, speedups: Sequence[Claim], equivalences: Sequence[Claim], policy: Policy
 ) -> tuple[Claim, ...]:
     """The final claim of every speculating arm from its speedup and equivalence claims."""
-    activity, fit = draft_activity(run), fit_requests(run)
+    activity, fit = once(run, draft_activity), fit_requests(run)
     return tuple(
         _final_claim(
             run,
@@ -986,14 +1091,15 @@ def _final_claim(
     fit: pl.DataFrame,
     policy: Policy,
 ) -> Claim:
-    prompts = run.requests.filter(pl.col("arm") == arm.name)["prompt_id"].n_unique()
     own = run.requests.filter(pl.col("arm") == arm.name)
+    prompts = min(own[name].n_unique() for name in ("prompt_id", "prompt_sha256"))
     levels = sorted(set(own["concurrency"]))
     errors, error_reason = _errors(run, arm.name, policy)
     tail_reasons, tail_missing = _tail(run, arm.name, fit, policy, up_to=speedup.max_concurrency)
     stoppers = list(not_comparable(run, arm=arm.name))
     if run.modelled or refusal(run, arm=arm.name) in equivalence.reasons:
         stoppers.insert(0, _modelled(run, arm, speedup, activity))
+    stoppers = [*_contradictions(run, arm.name), *stoppers]
     if absent := _never_served(own):
         stoppers.append(absent)
     rejections = []
@@ -1033,7 +1139,9 @@ def _final_claim(
     cautions += tail_reasons
     cautions += [reason for reason in speedup.reasons if reason.startswith("output lengths differ")][:1]
     cautions += [
-        reason for reason in speedup.reasons if reason.startswith(("not judged at", "speculation was"))
+        reason
+        for reason in speedup.reasons
+        if reason.startswith(("not judged at", "speculation was", "baseline failures", "repeats differ"))
     ]
 
     reached = None
@@ -1119,8 +1227,9 @@ def _evidence(speedup: Claim) -> str:
 
 
 def _clause(speedup: Claim) -> str:
-    """The speedup claim's sentence without the arm's name and the full stop."""
-    return speedup.sentence.removeprefix(f"{speedup.arm}: ").rstrip(".")
+    """The speedup claim's sentence without the arm's name and the full stop; without an answer, why."""
+    said = speedup.sentence.removeprefix(f"{speedup.arm}: ").removeprefix(NO_ANSWER)
+    return said.rstrip(".")
 
 
 def _errors(run: Run, arm: str, policy: Policy) -> tuple[Estimate, str]:
@@ -1147,7 +1256,7 @@ def _tail(
     pairs = own.join(other, on=["sampling", "concurrency"], suffix="_baseline", maintain_order="left")
     reasons = [
         f"P95 end-to-end latency is {row['value'] / row['value_baseline']:.2f} times the baseline's "
-        f"({row['sampling']}, concurrency {row['concurrency']}, {row['n']} requests; at most "
+        f"({row['sampling']}, {_load_name(run)} {row['concurrency']}, {row['n']} requests; at most "
         f"{policy.max_tail_ratio:g})"
         for row in pairs.iter_rows(named=True)
         if row["value"] is not None
@@ -1167,6 +1276,15 @@ def _never_measured(run: Run) -> list[str]:
     if run.plan.price is None:
         missing.append("cost (the plan has no price)")
     return missing
+
+
+def _contradictions(run: Run, arm: str) -> list[str]:
+    """The invariants whose failure spoils an arm's numbers, as reasons."""
+    return [
+        f"the records contradict themselves: {found.name}: {found.detail}"
+        for found in contradictions(run)
+        if found.arm in (None, arm)
+    ]
 
 
 def _unusable(run: Run, arm: Arm) -> str | None:
@@ -1340,7 +1458,7 @@ def _without_estimate(arm: str, question: str, chart: str, reason: str) -> Claim
         arm=arm,
         question=question,
         verdict="inconclusive",
-        sentence=f"{arm}: no answer from this run, because {reason.rstrip('.')}.",
+        sentence=f"{arm}: {NO_ANSWER}{reason.rstrip('.')}.",
         estimate=None,
         threshold=None,
         n=0,
@@ -1377,8 +1495,13 @@ def _listed(values: Sequence[object]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "none"
 
 
-def _concurrency(frame: pl.DataFrame) -> str:
-    return f"concurrency {_listed(sorted(set(frame['concurrency'])))}"
+def _load_name(run: Run) -> str:
+    """How a cell's concurrency is called: what a closed loop keeps up is only a cap in an open one."""
+    return "concurrency cap" if run.plan.load.mode == "open" else "concurrency"
+
+
+def _concurrency(run: Run, frame: pl.DataFrame) -> str:
+    return f"{_load_name(run)} {_listed(sorted(set(frame['concurrency'])))}"
 
 
 def _fewest_repeats(requests: pl.DataFrame, *, by: Sequence[str] = ("sampling",)) -> int:

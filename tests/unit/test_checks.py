@@ -12,9 +12,10 @@ import pytest
 from server_runs import ServerCell, ServerRequest, scrape, server_plan, vllm_acceptance, write_server_run
 
 from specnb import schema
-from specnb.checks import check_run
+from specnb.checks import check_run, contradictions
 from specnb.errors import RecordError
 from specnb.provenance import file_sha256
+from specnb.records import read_run
 
 Copies = Callable[..., Path]
 FIRST = "draft.low.c1.greedy.r0"
@@ -572,3 +573,40 @@ def test_i8_a23_arms_whose_prompts_were_rendered_differently(tmp_path: Path) -> 
     assert server_failures(tmp_path, base, other) == {
         "I8 arms share conditions": "draft: prompt token counts differ on 1 of 1 rows"
     }
+
+
+# What makes numbers wrong
+
+
+def test_contradictions_name_the_arm_that_they_spoil(simulated_copy: Copies) -> None:
+    path = simulated_copy(arms={"one": {}, "two": {}, "three": {}})
+    assert contradictions(read_run(path)) == ()
+    for arm in ("one", "two"):
+        rewrite(path, "steps", at(0, 0, "num_emitted_tokens"), cell=f"{arm}.low.c1.greedy.r0")
+    run = read_run(path)
+    found = contradictions(run)
+    named = [(finding.name, finding.arm) for finding in found]
+    assert named.count(("output tokens and steps", "one")) == 1
+    assert named.count(("output tokens and steps", "two")) == 1
+    assert {arm for _, arm in named} == {"one", "two"}
+    assert all(finding.arm in finding.detail for finding in found if finding.arm)
+    assert contradictions(run) is found, "worked out once for an opened run"
+    rewrite(path, "steps", at(0, 0, "num_emitted_tokens"), cell="baseline.low.c1.greedy.r0")
+    assert None in {finding.arm for finding in contradictions(read_run(path))}
+
+
+def test_what_other_rules_treat_is_no_contradiction(simulated_copy: Copies, tmp_path: Path) -> None:
+    assert contradictions(read_run(simulated_copy(no_drafts=True))) == ()
+    assert contradictions(read_run(simulated_copy(status="interrupted"))) == ()
+    silent = ServerCell(requests=[ServerRequest(num_output_tokens=21)])
+    plan = server_plan(kind="vllm")
+    assert contradictions(read_run(write_server_run(tmp_path, [BASE, silent], plan))) == ()
+
+
+def test_a_baseline_whose_responses_tell_of_drafts_is_a_contradiction(tmp_path: Path) -> None:
+    drafting = ServerCell(arm="baseline", requests=[ANSWER])
+    found = {f.name: f for f in contradictions(read_run(write_server_run(tmp_path, [drafting, DRAFT])))}
+    assert found["I7 drafts in the judged requests"].arm is None
+    assert found["I7 drafts in the judged requests"].detail.startswith(
+        "request baseline.low.c1.greedy.r0.0000: its response says that the baseline verified 10 drafts"
+    )

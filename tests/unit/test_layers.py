@@ -28,8 +28,8 @@ ORDER = (
     "reconciliation",
     "latency",
     "equivalence",
-    "verdicts",
     "checks",
+    "verdicts",
     "theme",
     "charts",
     # measuring
@@ -52,8 +52,8 @@ ANALYSIS = (
     "reconciliation",
     "latency",
     "equivalence",
-    "verdicts",
     "checks",
+    "verdicts",
     "theme",
     "charts",
 )

@@ -245,6 +245,15 @@ def test_b26_tokens_a_second_are_compared_and_lengths_flagged(simulated_run: Run
         last_token_s=pl.when(arm).then(4.0).otherwise(10.0),
         num_output_tokens=pl.when(arm).then(500).otherwise(1000).cast(pl.Int64),
     )
+    # Records that agree: all tokens but the first come from the first step.
+    first, total = pl.int_range(pl.len()).over("request_id") == 0, run.requests["num_output_tokens"]
+    totals = dict(zip(run.requests["request_id"], total, strict=True))
+    run._tables["steps"] = run.steps.with_columns(
+        num_emitted_tokens=pl.when(first)
+        .then(pl.col("request_id").replace_strict(totals, return_dtype=pl.Int64) - 1)
+        .otherwise(0)
+    )
+    run._tables["chunks"] = run.table("chunks").clear()
     claim = one(speedup_verdict(run))
     assert claim.estimate is not None
     assert claim.estimate.value == pytest.approx(1.25)
@@ -621,7 +630,10 @@ def test_i4_foreign_traffic_makes_a_cell_unfit(tmp_path: Path) -> None:
         "foreign_traffic",
         "the server generated 1008 tokens, the requests hold 504",
     )
-    assert "no load is fit for timing: foreign_traffic" in one(speedup_verdict(run)).sentence
+    assert (
+        "because the records contradict themselves: I4 server and client tokens: draft.low.c1.greedy.r0: the "
+        "server generated 1008 tokens, the requests hold 504 (foreign_traffic)."
+    ) in one(speedup_verdict(run)).sentence
 
 
 def failing(kind: str, count: int, run: Run, *, where: pl.Expr) -> Run:
@@ -648,7 +660,9 @@ def test_b15_zero_token_answers_are_failures_and_the_gate_fails(tmp_path: Path) 
     assert request_latency(own)["ttft_s"].median() == pytest.approx(0.20)
     claim = one(speedup_verdict(run))
     assert claim.n == 2
-    assert "2 of 4 requests of draft failed and are in no ratio" in claim.sentence
+    assert claim.sentence.endswith(
+        "; 2 of 4 requests of draft failed: their time is in the ratio, their tokens are not."
+    )
     assert (
         "dirty: 1 of 1 cells of draft have failures, most in draft.low.c1.greedy.r0 (2 of 4 requests failed "
         "(empty 2))"
@@ -690,6 +704,142 @@ def test_a_load_at_which_the_arm_fails_is_not_certified(tmp_path: Path) -> None:
     assert "24 of 24 requests failed (disconnected 24) at concurrency 2" in claim.reasons
     # Nothing is said to hold "at every measured concurrency".
     assert "every" not in claim.sentence
+
+
+# Records that contradict themselves
+
+
+LYING = {"requests": [ServerRequest(num_output_tokens=42, acceptance=vllm_acceptance([4, 3, 2, 1]))] * 24}
+DRAFTING = {"scrapes": [scrape(0, 0, generated=0), scrape(240, 240, generated=504)]}
+RESTARTED = {"scrapes": [scrape(50, 90, start=1000), scrape(120, 240, start=1800)]}
+LESS = {"requests": [ServerRequest(num_output_tokens=15, acceptance=vllm_acceptance([4, 3, 2, 1]))] * 24}
+
+
+@pytest.mark.parametrize(
+    ("cells", "finding"),
+    [
+        ({"baseline": DRAFTING}, "I7 drafts in the judged requests: baseline.low.c1.greedy.r0: the base"),
+        ({"draft": RESTARTED}, "I3 counters never fall: draft.low.c1.greedy.r0: "),
+        ({"baseline": RESTARTED}, "I3 counters never fall: baseline.low.c1.greedy.r0: "),
+        ({"draft": LYING | DRAFTING}, "I4 server and client tokens: draft.low.c1.greedy.r0: the server gen"),
+        ({"draft": LESS}, "output tokens and steps: "),
+    ],
+)
+def test_records_that_contradict_themselves_decide_nothing(
+    tmp_path: Path, cells: dict[str, dict[str, Any]], finding: str
+) -> None:
+    run = served(tmp_path, **cells)
+    reason = f"the records contradict themselves: {finding}"
+    for claims in (speedup_verdict(run), equivalence_verdict(run), final_verdict(run)):
+        claim = one(claims)
+        assert claim.verdict == "inconclusive"
+        assert any(said.startswith(reason) for said in claim.reasons)
+    assert one(final_verdict(run)).sentence.startswith(f"draft: this run can't say, because {reason}")
+    verdict = verdict_json(run)
+    jsonschema.Draft202012Validator(verdict_schema()).validate(verdict)
+    assert gate_exit_code(verdict) == 3
+
+
+def test_a_fault_of_one_arm_leaves_the_other_its_verdict(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, arms={"good": {}, "bad": {"speed_factor": 0.3}})
+    assert {claim.arm: claim.verdict for claim in final_verdict(run)} == {
+        "good": "adopt",
+        "bad": "do not adopt",
+    }
+    hit = pl.col("request_id") == run.requests.filter(pl.col("arm") == "bad")["request_id"][0]
+    run._tables["requests"] = run.requests.with_columns(
+        num_output_tokens=pl.when(hit).then(pl.col("num_output_tokens") + 1).otherwise("num_output_tokens")
+    )
+    found = {claim.arm: claim for claim in final_verdict(run)}
+    assert (found["good"].verdict, found["bad"].verdict) == ("adopt", "inconclusive")
+    assert "contradict themselves: output tokens and steps" in found["bad"].sentence
+
+
+# Failures of the baseline, open loops, prompts and repeats
+
+
+def test_a_load_at_which_the_baseline_fails_is_not_judged(tmp_path: Path) -> None:
+    run = failing("timeout", 3, served(tmp_path), where=pl.col("arm") == "baseline")
+    claim = one(speedup_verdict(run))
+    assert claim.verdict == "inconclusive"
+    assert (
+        "not judged (3 of 24 requests failed (timeout 3) in the baseline, at most 1.0% may: the time that "
+        "they took is in the ratio)"
+    ) in claim.sentence
+    assert claim.sentence.endswith(
+        "; 3 of 24 requests of baseline failed: their time is in the ratio, their tokens are not."
+    )
+    assert one(final_verdict(run)).verdict == "inconclusive"
+
+
+def test_one_failure_of_the_baseline_keeps_from_plain_adoption(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST)
+    assert one(final_verdict(run)).verdict == "adopt"
+    run = failing("timeout", 1, run, where=(pl.col("arm") == "baseline") & (pl.col("concurrency") == 4))
+    claim = one(final_verdict(run))
+    assert claim.verdict == "canary first"
+    assert (
+        "because baseline failures: 1 of 96 requests failed (timeout 1); the time that they took is in the "
+        "ratio."
+    ) in claim.sentence
+
+
+def test_ratios_on_opposite_sides_of_1_are_not_judged(tmp_path: Path) -> None:
+    """The arm is the slower one a token; the baseline lost half a minute between two requests."""
+    run = served(tmp_path)
+    arm, number = pl.col("arm") == "draft", pl.int_range(pl.len()).over("cell_id")
+    took = pl.when(arm).then(1.5).otherwise(1.0) * (1 + 0.02 * (number % pl.when(arm).then(5).otherwise(3)))
+    lost = pl.when(arm).then(0.1).otherwise(2.5) * (1 + 0.1 * (number % 4))
+    start = (took + lost).cum_sum().over("cell_id") - took - lost
+    run._tables["requests"] = run.requests.with_columns(
+        sent_s=start, scheduled_s=start, first_token_s=start + 0.1, last_token_s=start + took
+    )
+    claim = one(speedup_verdict(run))
+    assert claim.verdict == "inconclusive"
+    assert "not judged (tokens a second are 2." in claim.sentence
+    assert "times as short: one of the two is not the servers' pace)" in claim.sentence
+    assert one(final_verdict(run)).verdict == "inconclusive"
+
+
+def test_an_open_loop_has_no_throughput_to_judge(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST)
+    run.__dict__["plan"] = run.plan.model_copy(
+        update={"load": run.plan.load.model_copy(update={"mode": "open"})}
+    )
+    claim = one(speedup_verdict(run))
+    assert (claim.verdict, claim.estimate) == ("inconclusive", None)
+    assert claim.sentence == (
+        "draft: no answer from this run, because an open loop's throughput is its arrival rate; compare "
+        "TTFT, TPOT and end-to-end times (its concurrency, 1 and 4, is a cap)."
+    )
+    assert one(final_verdict(run)).verdict == "inconclusive"
+    assert gate_exit_code(verdict_json(run)) == 3
+
+
+def test_one_prompt_under_many_ids_is_one_prompt(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    assert one(speedup_verdict(run)).verdict == "supported"
+    run._tables["requests"] = run.requests.with_columns(prompt_sha256=pl.lit("0" * 64))
+    claim = one(speedup_verdict(run))
+    assert "not judged (1 distinct prompts, 20 are needed)" in claim.sentence
+    final = one(final_verdict(run))
+    assert final.verdict == "inconclusive"
+    assert "1 distinct prompts took part, 20 are needed" in final.sentence
+
+
+def test_b21_repeats_far_apart_are_named_and_a_canary(simulated_run: Runs) -> None:
+    run = simulated_run(**FAST, concurrency=[1])
+    slow = (pl.col("arm") == "baseline") & (pl.col("repeat") == 0)
+    times = ("scheduled_s", "sent_s", "first_token_s", "last_token_s")
+    run._tables["requests"] = run.requests.with_columns(
+        pl.when(slow).then(pl.col(name) * 3).otherwise(pl.col(name)).alias(name) for name in times
+    )
+    claim = one(final_verdict(run))
+    assert claim.verdict == "canary first"
+    (said,) = [reason for reason in claim.reasons if reason.startswith("repeats differ")]
+    assert said.startswith("repeats differ by more than a factor of 2 (greedy, concurrency 1): ")
+    assert "in repeat 1, " in said
+    assert said.endswith(" in repeat 0")
 
 
 SYNTHETIC: dict[str, Any] = {"draft": {"rejection_sample_method": "synthetic"}}
