@@ -660,7 +660,7 @@ def _acceptance(
         return SpecCounters(
             dialect=None,
             reason=f"{METRICS_MISSING}: the server has metrics but none of acceptance: "
-            "log statistics are disabled, this is another server's endpoint, or the server does not speculate",
+            "log statistics are disabled, this is another server's endpoint, or it does not speculate",
         )
     if dialect == "sglang":
         lengths = {sample.value for sample in after.find(SGLANG_LENGTH)}

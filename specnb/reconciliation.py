@@ -452,9 +452,9 @@ def prefix_cache_table(run: Run) -> pl.DataFrame:
         prefix_cache_hit_rate (hits / tokens looked up over the cell, summed over engines; where the
         counters are absent or were reset the share of cached tokens that usage tells of, at least; null
         where neither tells), baseline_hit_rate (of the same tier, concurrency, sampling and repeat),
-        contaminated, reason. A cell is contaminated above 10 %, unless the plan starts its servers with
-        prefix caching, or if it differs from the baseline by more than 5 points: no speedup is taken
-        between a cold and a warm arm.
+        contaminated, reason. A cell is contaminated above 10 %, unless the plan turns prefix caching on, or
+        if it differs from the baseline by more than 5 points: no speedup is taken between a cold and a warm
+        arm.
     """
     windows = cell_windows(run)
     rates = _cached_by_usage(run)
@@ -473,8 +473,7 @@ def prefix_cache_table(run: Run) -> pl.DataFrame:
     for cell in cells:
         rate = rates[cell["cell_id"]]
         other = baseline.get(tuple(cell[key] for key in place))
-        # Arguments are those of servers that the plan starts; a server at a url may run with any.
-        wanted = run.plan.engine.kind != "openai" and args[cell["arm"]].get("enable_prefix_caching") is True
+        wanted = args[cell["arm"]].get("enable_prefix_caching") is True
         reasons = []
         if rate is not None and rate > CONTAMINATED_RATE and not wanted:
             reasons.append(f"{rate:.0%} of its prompt tokens came from an earlier cell's prefix cache")
