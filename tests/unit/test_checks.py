@@ -525,7 +525,7 @@ def test_b18_an_earlier_cells_prefix_cache(tmp_path: Path) -> None:
         "baseline.low.c2.greedy.r0: 90% of its prompt tokens came from an earlier cell's prefix cache; "
         "use a nonce, or turn prefix caching off"
     )
-    wanted = {"args": {"enable_prefix_caching": True}, "concurrency": (1, 2)}
+    wanted = {"kind": "vllm", "args": {"enable_prefix_caching": True}, "concurrency": (1, 2)}
     assert "prefix cache" not in server_failures(tmp_path / "b", *cold, *warm, **wanted)
     mixed = (cold[0], cell(1, "draft", (10240, 0), (20480, 9216)))
     found = server_failures(tmp_path / "c", *mixed, **wanted)
