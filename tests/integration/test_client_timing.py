@@ -91,16 +91,17 @@ def _finish(process: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """Absolute errors in seconds, one a request.  # shape: [num_requests]"""
+    """Absolute errors in seconds, one a request; `stamps` has one a chunk."""
 
     ttft: np.ndarray
     tpot: np.ndarray
+    stamps: np.ndarray
 
 
 def _errors(reply: dict[str, Any], server: FakeServer) -> _Errors:
     """Sets a reader's stamps against the server's; also checks that nothing is missing or impossible."""
     truth = {record["key"]: record for record in server.records()}
-    ttft, tpot = [], []
+    ttft, tpot, stamps = [], [], []
     for row in reply["requests"]:
         record = truth.pop(row["key"])
         sent = record["sent_s"]
@@ -109,10 +110,11 @@ def _errors(reply: dict[str, Any], server: FakeServer) -> _Errors:
         assert row["sent_s"] <= record["received_s"]
         assert all(there >= here for there, here in zip(received, sent, strict=True))
         tokens = sum(record["num_tokens"][1:])
+        stamps.append(np.array(received) - np.array(sent))
         ttft.append(received[0] - sent[0])
         tpot.append(abs((received[-1] - received[0]) - (sent[-1] - sent[0])) / tokens)
     assert not truth
-    return _Errors(np.array(ttft), np.array(tpot))
+    return _Errors(np.array(ttft), np.array(tpot), np.concatenate(stamps))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_b23_a_slow_consumer_makes_the_client_late_and_it_says_so(server: FakeSe
     quick_lag_s = quick["facts"]["loop_lag_p99_s"]
     assert len(quick["facts"]["limited"]) == (quick_lag_s > LAG_LIMIT_S), quick["facts"]
     assert quick_lag_s < slow["facts"]["loop_lag_p99_s"]
-    assert np.quantile(errors.ttft, 0.99) > LAG_LIMIT_S
+    assert np.quantile(errors.stamps, 0.99) > LAG_LIMIT_S
     assert slow["facts"]["loop_lag_max_s"] >= 0.03
     assert slow["facts"]["loop_lag_p99_s"] > LAG_LIMIT_S
     assert any("lag" in reason for reason in slow["facts"]["limited"])
@@ -224,9 +226,8 @@ def _truth(server: FakeServer, answers: list[Answer]) -> list[dict[str, Any]]:
     """The server's records of these answers, in their order, once every stamp has been set against them.
 
     Whatever the machine does, no stamp comes before what it is the stamp of. How late they may be is the
-    bare reader's matter; here they must fall before the next send in at least one answer, since the same
-    request is sent several times in turn: a busy machine delays a stamp now and then, a wrong definition is
-    wrong every time.
+    bare reader's matter; here all of one answer's or most of all must fall before the next send: a busy
+    machine delays a stamp now and then, a wrong definition is wrong every time.
     """
     records = {record["key"]: record for record in server.records()}
     truth = [records.pop(answer.request_id) for answer in answers]
@@ -239,10 +240,8 @@ def _truth(server: FakeServer, answers: list[Answer]) -> list[dict[str, Any]]:
         assert answer.scheduled_s <= answer.sent_s <= record["received_s"]
         assert all(there >= here for there, here in zip(received, record["sent_s"], strict=True))
         assert (answer.first_token_s, answer.last_token_s) == (received[0], received[-1])
-        timely.append(
-            all(there < after for there, after in zip(received, record["sent_s"][1:], strict=False))
-        )
-    assert any(timely)
+        timely.append([there < after for there, after in zip(received, record["sent_s"][1:], strict=False)])
+    assert any(all(answer) for answer in timely) or np.mean(np.concatenate(timely)) > 0.5, timely
     return truth
 
 
@@ -358,6 +357,7 @@ def test_b24_waiting_for_a_slot_is_in_the_scheduled_times(server: FakeServer) ->
     assert scheduled_e2e_s >= 1.15
     assert delay_s >= 0.75
     assert scheduled_e2e_s == pytest.approx(e2e_s + delay_s)
+    assert rows["e2e_s"].to_list() == pytest.approx([_stamps(a)[-1] - a.sent_s for a in answers])
     scheduled = np.array([answer.scheduled_s for answer in answers])
     received = np.array([record["received_s"] for record in truth])
     last = np.array([record["sent_s"][-1] for record in truth])
