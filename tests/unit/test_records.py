@@ -156,6 +156,19 @@ def rows_of(cell: Cell, run_id: str) -> dict[str, list[dict[str, Any]]]:
             }
             for i in (0, 1)
         ],
+        "acceptance": [
+            {
+                **row,
+                "source": "vllm",
+                "num_drafts": 2,
+                "num_draft_tokens": 6,
+                "num_accepted_tokens": 3,
+                "num_speculative_tokens": 3,
+                "acceptance_histogram": [1, 0, 0, 1] if i else None,
+            }
+            for i, row in enumerate(asked)
+        ],
+        "log_lines": [{**keys, "line": i, "text": "Engine 000: a line"} for i in (0, 1)],
         "scrapes": [{**keys, "scrape": i, "scraped_s": 0.5 + i, "body": "a 1\n"} for i in (0, 1)],
         "telemetry": [
             {
