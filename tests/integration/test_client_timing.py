@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,11 @@ _BARE, _OURS = "bare_reader.py", "client_driver.py"
 # Server and reader get a core each: on two cores Linux tends to wake a reader on the core of the server that
 # wrote to it, where it waits until the whole burst is sent; the more CPU the reader takes, the more often.
 _CORES = sorted(os.sched_getaffinity(0))
-# Both take turns, and the least disturbed repeat of each counts; more are run while the machine is busy.
+# Both take turns, and the least disturbed repeat of each counts; more are run while the machine is busy. If its
+# cores are taken away for milliseconds in every repeat, the least of 20 is the luck of one of them: then a
+# figure is over the limit only if it is so in nearly every pair (one-sided sign test, p < 0.01).
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 20
+_PAIRS_OVER = 16
 # Errors below these are the machine's, not the client's: one timer tick or one interrupt at either end.
 _FLOOR_S = {"mean": 50e-6, "p99": 250e-6}
 
@@ -138,33 +142,36 @@ def test_errors_are_at_most_twice_those_of_a_bare_reader(
         "mean": np.mean,
         "p99": lambda values: np.quantile(values, 0.99),
     }
-    best: dict[tuple[str, str, str], float] = {}
-    told: list[str] = []
+    seen: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    told: dict[tuple[str, str], str] = {}
+    num_over: Counter[tuple[str, str]] = Counter()
     for repeat in range(_MOST_REPEATS):
         for program in (_BARE, _OURS) if repeat % 2 else (_OURS, _BARE):
             reply = _finish(_start(program, server, bodies, concurrency))
             errors = _errors(reply, server)
             for name, what in itertools.product(("ttft", "tpot"), statistic):
-                value = float(statistic[what](getattr(errors, name)))
-                best[program, name, what] = min(value, best.get((program, name, what), value))
+                seen[program, name, what].append(float(statistic[what](getattr(errors, name))))
             if program == _OURS:
                 # A late client says so: errors far over the limit without a word would be the worst outcome.
                 # One pause of a busy machine makes a wave of requests late, and is no 99th percentile.
                 late_s = float(np.median(errors.ttft))
                 assert reply["facts"]["limited"] or late_s <= 2 * LAG_LIMIT_S, (late_s, reply["facts"])
                 assert reply["facts"]["max_in_flight"] == concurrency
-        told = []
+        told = {}
         for name, what in itertools.product(("ttft", "tpot"), statistic):
             floor_s = _FLOOR_S[what] * (1.0 if name == "ttft" else 2.0 / (_TOKENS * (num_chunks - 1)))
-            bare, ours = best[_BARE, name, what], best[_OURS, name, what]
-            if ours > 2 * max(bare, floor_s):
-                told.append(
-                    f"{name} {what}: client {ours * 1e6:.1f} us, bare reader {bare * 1e6:.1f} us (floor "
-                    f"{floor_s * 1e6:.1f} us), the best of {repeat + 1}"
+            ours, bare = seen[_OURS, name, what], seen[_BARE, name, what]
+            num_over[name, what] += ours[-1] > 2 * max(bare[-1], floor_s)
+            if min(ours) > 2 * max(min(bare), floor_s):
+                told[name, what] = (
+                    f"{name} {what}: client {min(ours) * 1e6:.1f} us, bare reader {min(bare) * 1e6:.1f} us "
+                    f"(floor {floor_s * 1e6:.1f} us), the best of {repeat + 1}; over in "
+                    f"{num_over[name, what]} pairs"
                 )
         if repeat + 1 >= _FEWEST_REPEATS and not told:
-            break
-    assert not told, "; ".join(told)
+            return
+    over = [text for figure, text in told.items() if num_over[figure] >= _PAIRS_OVER]
+    assert not over, "; ".join(over)
 
 
 def test_b23_a_slow_consumer_makes_the_client_late_and_it_says_so(server: FakeServer) -> None:
