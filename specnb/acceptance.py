@@ -763,7 +763,7 @@ def positions_from_steps(steps: pl.DataFrame) -> pl.DataFrame:
         draft_prob, target_prob) is null.
     """
     names = [column.name for column in schema.POSITIONS.columns]
-    unknown = ("target_rank", "draft_prob", "target_prob")
+    unknown = ("target_rank", "draft_prob", "target_prob", "in_answer", "answer_rank")
     derived = ("position", "reached", "accepted", *unknown)
     _check_steps(steps, [name for name in names if name not in derived])
     return (

@@ -549,6 +549,9 @@ def _checked(frame: pl.DataFrame, table: schema.Table, place: str, labels: Mappi
     """The declared columns of a frame whose types, values, labels and keys are right."""
     for column in table.columns:
         if column.name not in frame.columns:
+            if column.optional:
+                frame = frame.with_columns(pl.lit(None, dtype=column.dtype).alias(column.name))
+                continue
             raise RecordError(f"{place}: column '{column.name}' is missing")
         found = frame.schema[column.name]
         if found != column.dtype:

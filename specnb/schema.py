@@ -26,12 +26,16 @@ ORIGINS: Final = ("baseline", "accepted", "recovered", "bonus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column: polars type, what it means, whether null is a legal value, and its closed set or range."""
+    """One column: polars type, what it means, whether null is a legal value, and its closed set or range.
+
+    `optional` columns may be absent from a file (runs of older versions); they are read as null.
+    """
 
     name: str
     dtype: pl.DataType
     text: str
     nullable: bool = False
+    optional: bool = False
     allowed: tuple[str, ...] | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -221,6 +225,22 @@ POSITIONS: Final = Table(
             nullable=True,
             minimum=0,
             maximum=1.000001,
+        ),
+        Column(
+            name="in_answer",
+            dtype=pl.Boolean(),
+            text="whether the answer holds a token at this place; null if the run did not record it",
+            nullable=True,
+            optional=True,
+        ),
+        Column(
+            name="answer_rank",
+            dtype=pl.Int64(),
+            text="0-based rank, by the drafter's own scores before any path selection, of the token that the "
+            "answer holds at this place, reached or not; null if it is not a candidate, or not in the answer",
+            nullable=True,
+            optional=True,
+            minimum=0,
         ),
     ),
 )

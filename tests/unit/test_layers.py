@@ -38,6 +38,7 @@ ORDER = (
     "drafters",
     "demo",
     "engines",
+    "training",
     "runner",
     "doctor",
     # what a person starts
@@ -57,7 +58,7 @@ ANALYSIS = (
     "theme",
     "charts",
 )
-MEASURING = ("workloads", "drafters", "demo", "engines", "runner", "doctor")
+MEASURING = ("workloads", "drafters", "demo", "engines", "training", "runner", "doctor")
 HEAVY = ("torch", "transformers", "vllm")
 MAY_IMPORT_HEAVY = ("engines", "drafters", "demo", "training")
 EXCEPTIONS = {

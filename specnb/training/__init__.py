@@ -1,0 +1,1 @@
+"""Training a drafter for a target: corpus, hidden states, training, export."""
