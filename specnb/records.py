@@ -682,6 +682,11 @@ _ROW_INVARIANTS: dict[str, list[tuple[str, str, pl.Expr]]] = {
             ~pl.col("reached") & pl.col("target_rank").is_not_null(),
         ),
         (
+            "answer_rank",
+            "is set though the answer holds no token there",
+            ~pl.col("in_answer").fill_null(False) & pl.col("answer_rank").is_not_null(),
+        ),
+        (
             "target_prob",
             "is set though the position was not reached",
             ~pl.col("reached") & pl.col("target_prob").is_not_null(),

@@ -41,7 +41,7 @@ _BARE, _OURS = "bare_reader.py", "client_driver.py"
 # wrote to it, where it waits until the whole burst is sent; the more CPU the reader takes, the more often.
 _CORES = sorted(os.sched_getaffinity(0))
 # Both take turns, and the least disturbed repeat of each counts; more are run while the machine is busy. If
-# its cores are taken away for milliseconds in every repeat, the least of 20 is the luck of one of them: then a
+# its cores are taken away for milliseconds in every repeat, the least of 20 is one repeat's luck: then a
 # figure is over the limit only if it is so in nearly every pair (one-sided sign test, p < 0.01).
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 20
 _PAIRS_OVER = 16

@@ -137,6 +137,8 @@ def rows_of(cell: Cell, run_id: str) -> dict[str, list[dict[str, Any]]]:
                 "reached": i == 0,
                 "accepted": i == 0,
                 "target_rank": None if i else 0,
+                "in_answer": True,
+                "answer_rank": 3 if i else 0,
                 "draft_prob": 0.75,
                 "target_prob": None if i else 0.5,
             }
@@ -397,6 +399,8 @@ def consistent(name: str, row: dict[str, Any]) -> dict[str, Any]:
         row["accepted"] &= row["reached"]
         if not row["reached"]:
             row["target_rank"] = row["target_prob"] = None
+        if not row["in_answer"]:
+            row["answer_rank"] = None
     if name == "tokens" and None in (row["cdf_low"], row["cdf_high"]):
         row["cdf_low"] = row["cdf_high"] = None
     elif name == "tokens":
@@ -510,8 +514,12 @@ def test_value_that_breaks_its_declaration(
 def test_column_missing_or_of_another_type(broken: Path, table: str, column: str) -> None:
     file = file_of(broken, table)
     frame = pl.read_parquet(file, hive_partitioning=False)
-    frame.drop(column).write_parquet(file)
-    assert fault(lambda: read_run(broken).table(table)) == f"{file}: column '{column}' is missing"
+    if next(declared for declared in TABLES[table].columns if declared.name == column).optional:
+        frame.drop("in_answer", "answer_rank").write_parquet(file)
+        assert read_run(broken).table(table)[column].null_count() == frame.height
+    else:
+        frame.drop(column).write_parquet(file)
+        assert fault(lambda: read_run(broken).table(table)) == f"{file}: column '{column}' is missing"
     frame.with_columns(pl.lit(3, dtype=pl.Int8).alias(column)).write_parquet(file)
     expected = f"{file}: column '{column}' is Int8, expected {TABLES[table].polars_schema[column]}"
     assert fault(lambda: read_run(broken).table(table)) == expected
@@ -602,6 +610,11 @@ INVARIANTS: list[tuple[str, dict[str, object], str]] = [
         "positions",
         {"target_rank": 2},
         "column 'target_rank' is set though the position was not reached: row 1, value 2",
+    ),
+    (
+        "positions",
+        {"in_answer": False},
+        "column 'answer_rank' is set though the answer holds no token there: row 1, value 3",
     ),
     (
         "positions",

@@ -106,6 +106,8 @@ DECLARED: dict[str, tuple[tuple[str, ...], dict[str, tuple[object, ...]]]] = {
             "target_rank": (INT, 0, None, None, NULL),
             "draft_prob": (REAL, 0, MASS, None, NULL),
             "target_prob": (REAL, 0, MASS, None, NULL),
+            "in_answer": (FLAG, None, None, None, NULL),
+            "answer_rank": (INT, 0, None, None, NULL),
         },
     ),
     "tokens": (
