@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -50,6 +52,140 @@ def save_tiny_target(
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t0", unk_token="t1")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
+    return folder
+
+
+def drafter_config(target_folder: Path, **changes: Any) -> dict[str, Any]:
+    """config.json of a small drafter for the target; a change of None removes the key.
+
+    Keys of `dflash_config` are changed by their own names. Two layers, head width 8, both groups of
+    heads, block of 8, convolution and selector on, no tapped layer is the target's last one.
+    """
+    target = transformers.AutoConfig.from_pretrained(target_folder).get_text_config()
+    layers, vocabulary = target.num_hidden_layers, target.vocab_size
+    own = {
+        "block_size": 8,
+        "mask_token_id": vocabulary - 1,
+        "target_layer_ids": sorted({0, (layers - 1) // 2, max(layers - 2, 0)}),
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": 4,
+        "selector_top_k": min(16, vocabulary),
+    }
+    config = {
+        "architectures": ["DFlash2DraftModel"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_bias": False,
+        "is_causal": False,
+        "hidden_act": "silu",
+        "layer_types": ["sliding_attention"] * changes.get("num_hidden_layers", 2),
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "max_window_layers": changes.get("num_hidden_layers", 2),
+        "vocab_size": vocabulary,
+        "num_target_layers": layers,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    if changes.get("architectures") == ["DFlashDraftModel"]:
+        own = {key: own[key] for key in ("block_size", "mask_token_id", "target_layer_ids")}
+    for key, value in changes.items():
+        (own if key in own or key.startswith(("conv_", "selector_")) else config)[key] = value
+    own = {key: value for key, value in own.items() if value is not None}
+    return {**{key: value for key, value in config.items() if value is not None}, "dflash_config": own}
+
+
+def drafter_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors in the published names and shapes; convolution and selector far from neutral."""
+    own = config["dflash_config"]
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+
+    def normal(*shape: int, scale: float | None = None) -> torch.Tensor:
+        scale = shape[-1] ** -0.5 if scale is None else scale
+        return torch.randn(shape, generator=generator) * scale
+
+    def near_one(size: int) -> torch.Tensor:
+        return 1 + normal(size, scale=0.2)
+
+    tensors = {
+        "fc.weight": normal(hidden, len(own["target_layer_ids"]) * hidden),
+        "hidden_norm.weight": near_one(hidden),
+        "norm.weight": near_one(hidden),
+    }
+    if own.get("selector_rank"):
+        for name in ("predecessor_codebook", "successor_codebook"):
+            tensors[f"candidate_selector.{name}"] = normal(
+                config["vocab_size"], own["selector_rank"], scale=1
+            )
+        tensors["candidate_selector.hidden_projection.weight"] = normal(own["selector_rank"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}"
+        for name, shape in (
+            ("self_attn.q_proj", (queries, hidden)),
+            ("self_attn.k_proj", (keys, hidden)),
+            ("self_attn.v_proj", (keys, hidden)),
+            ("self_attn.o_proj", (hidden, queries)),
+            ("mlp.gate_proj", (inner, hidden)),
+            ("mlp.up_proj", (inner, hidden)),
+            ("mlp.down_proj", (hidden, inner)),
+        ):
+            tensors[f"{prefix}.{name}.weight"] = normal(*shape)
+        for name, size in (
+            ("self_attn.q_norm", width),
+            ("self_attn.k_norm", width),
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
+        ):
+            tensors[f"{prefix}.{name}.weight"] = near_one(size)
+        if own.get("conv_kernel_size"):
+            taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
+            for name in ("attention_conv", "mlp_conv"):
+                base = normal(2, taps, hidden, scale=0.3)
+                base[:, 0] += 1
+                tensors[f"{prefix}.{name}.base_kernel"] = base
+                tensors[f"{prefix}.{name}.kernel_projection.weight"] = normal(
+                    2 * taps * groups, hidden, scale=0.1
+                )
+    return tensors
+
+
+def save_tiny_drafter(
+    folder: Path, target_folder: Path, *, seed: int = 0, num_shards: int = 1, **changes: Any
+) -> Path:
+    """Saves a random drafter for the target in the published format; `changes` as in `drafter_config`.
+
+    Plain DFlash: `architectures=["DFlashDraftModel"]`. Without convolution: `conv_kernel_size=None`.
+    Without selector: `selector_rank=None`. `dtype` sets the tensors' type, too.
+    """
+    config = drafter_config(target_folder, **changes)
+    dtype = getattr(torch, config["dtype"])
+    tensors = {name: value.to(dtype) for name, value in drafter_tensors(config, seed=seed).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    if num_shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    places: dict[str, str] = {}
+    names = sorted(tensors)
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[shard::num_shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    total = sum(value.numel() * value.element_size() for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return folder
 
 
