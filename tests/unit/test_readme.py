@@ -101,6 +101,27 @@ def test_plans_in_the_repository_are_valid(path: Path) -> None:
     assert isinstance(read_plan(path), Plan)
 
 
+def test_the_modelled_figures_are_those_of_its_run() -> None:
+    run = read_run(ROOT / "data" / "samples" / "h200-27b-modelled")
+    speedups = latency.speedup_table(
+        notebook.timed_requests(run),
+        baseline=run.plan.baseline.name,
+        by=("arm", "sampling", "concurrency"),
+        rng=notebook.generator(run),
+    ).filter(pl.col("metric") == "throughput_speedup")
+    rows = {(row["arm"], row["concurrency"]): row for row in speedups.iter_rows(named=True)}
+    text = README.partition("**A modelled example.**")[2].partition("\n\n")[0]
+    told = re.findall(r"([\d.]+) \[([\d.]+), ([\d.]+)\] at (one request|\d+)", text)
+    assert len(told) == 3
+    for *figures, load in told:
+        row = rows["dflash2-al5-46", 1 if load == "one request" else int(load)]
+        for figure, name in zip(figures, ("value", "low", "high"), strict=True):
+            assert f"{row[name]:.{len(figure.partition('.')[2])}f}" == figure, (load, name)
+    nothing = re.search(r"with nothing accepted it is ([\d.]+) and ([\d.]+) at the ends", text)
+    assert nothing is not None
+    assert nothing.groups() == tuple(f"{rows['dflash2-miss', load]['value']:.2f}" for load in (1, 64))
+
+
 if __name__ == "__main__":
     STUDY.mkdir(parents=True, exist_ok=True)
     chart = speedup_chart()
