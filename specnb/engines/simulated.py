@@ -39,6 +39,7 @@ _FIRST_TOKEN_ID: Final = 10
 _VOCABULARY: Final = 5000
 _CELL_GAP_S: Final = 1000.0
 _LARGEST_RANK: Final = 4000
+_NUM_CANDIDATES: Final = 16
 
 Rate = Annotated[float, Field(ge=0, le=1)]
 
@@ -66,6 +67,13 @@ class SimulatedSettings(BaseModel):
     )
     ragged: Rate = Field(
         default=0.0, description="chance that a draft is shorter than num_speculative_tokens"
+    )
+
+    selector_lift: Rate = Field(
+        default=0.0, description="share of right drafts that were not the drafter's first candidate"
+    )
+    outside_candidates: Rate = Field(
+        default=0.0, description="share of wrong drafts whose answer is no candidate at all"
     )
 
     top_probability: dict[str, float] = Field(
@@ -121,6 +129,14 @@ _PLAN_KEYS: Final = frozenset(
         "rejection_sample_method",
         "prompt_lookup_max",
         "prompt_lookup_min",
+        # Facts of a drafter: described as given, without any effect on a law.
+        "label",
+        "selector",
+        "convolution",
+        "sha256",
+        "num_parameters",
+        "dtype",
+        "training",
     )
 )
 
@@ -228,7 +244,7 @@ class SimulatedEngine:
             "engine_steps": _engine_steps_table(cell, engine_steps, context.run_id),
         }
         if self.plan.logging.positions:
-            tables["positions"] = _positions_table(cell, answers, context.run_id)
+            tables["positions"] = _positions_table(cell, answers, context.run_id, settings)
         if self.plan.logging.tokens:
             tables["tokens"] = _tokens_table(cell, answers, context.run_id)
         return tables
@@ -662,7 +678,9 @@ def _engine_steps_table(cell: Cell, engine_steps: Sequence[dict[str, Any]], run_
     return pl.DataFrame([{**keys, **row} for row in engine_steps], schema=schema.ENGINE_STEPS.polars_schema)
 
 
-def _positions_table(cell: Cell, answers: Sequence[_Answer], run_id: str) -> pl.DataFrame:
+def _positions_table(
+    cell: Cell, answers: Sequence[_Answer], run_id: str, settings: SimulatedSettings
+) -> pl.DataFrame:
     counts = [int(answer.drafted.sum()) for answer in answers]
     height = sum(counts)
     rng = np.random.default_rng(request_seed("simulated positions", cell.cell_id))
@@ -677,7 +695,20 @@ def _positions_table(cell: Cell, answers: Sequence[_Answer], run_id: str) -> pl.
     target_prob = np.where(accepted, 1.0, 0.0) if greedy else draft_prob * rates
     # The drafter's best candidate is the draft; a refused one leaves the target's pick further down or out.
     rank = np.where(accepted, 0, rng.geometric(0.4, size=height))
-    known = reached & (rank < 16)
+    # Unreached places have an answer, too: its draft is right at the same rate.
+    right = np.where(reached, accepted, rng.random(height) < rates)
+    rank = np.where(right & ~reached, 0, rank)
+    rank = np.where(
+        right & (rng.random(height) < settings.selector_lift), rng.geometric(0.4, size=height), rank
+    )
+    outside = ~right & (rng.random(height) < settings.outside_candidates)
+    # A lifted draft is a candidate whatever the draw.
+    rank = np.where(right, np.minimum(rank, _NUM_CANDIDATES - 1), rank)
+    candidate = (rank < _NUM_CANDIDATES) & ~outside
+    keeps_candidates = cell.arm.speculative is not None and cell.arm.speculative.method != "ngram"
+    first = [1 + np.cumsum(answer.emitted) - answer.emitted for answer in answers]
+    index = np.repeat(_joined(first, np.int64), drafted) + position
+    in_answer = index < np.repeat([answer.num_tokens for answer in answers], counts)
     frame = _frame(
         schema.POSITIONS,
         {
@@ -690,12 +721,15 @@ def _positions_table(cell: Cell, answers: Sequence[_Answer], run_id: str) -> pl.
             "target_rank": rank.astype(np.int64),
             "draft_prob": draft_prob,
             "target_prob": target_prob,
+            "in_answer": in_answer,
+            "answer_rank": rank.astype(np.int64),
         },
         height,
     )
     return frame.with_columns(
-        pl.when(pl.Series(known)).then("target_rank").alias("target_rank"),
+        pl.when(pl.Series(reached & candidate)).then("target_rank").alias("target_rank"),
         pl.when("reached").then("target_prob").alias("target_prob"),
+        pl.when(pl.Series(in_answer & candidate & keeps_candidates)).then("answer_rank").alias("answer_rank"),
     )
 
 
