@@ -14,49 +14,32 @@ import numpy as np
 
 TOPICS = (
     *("a village bakery", "a night train", "an apple orchard", "a chess club", "a flooded cellar"),
-    *("a wind farm", "a city library", "a beekeeper", "a broken dishwasher", "a school trip", "solar panels"),
-    *("a bicycle repair shop", "a coral reef", "a mountain hut", "a tax return", "a youth orchestra"),
-    *("a data centre", "a lost suitcase", "a community garden", "a dental practice", "a food truck"),
-    *("a museum of clocks", "a ferry timetable", "a job interview", "a puppy", "a marathon", "a new roof"),
-    *("an online course", "a hospital ward", "a street market", "a software release", "a fishing harbour"),
-    *("a wedding", "a parking fine", "a warehouse", "a volcano", "a power cut", "a translation agency"),
-    *(
-        "a hotel booking",
-        "a lighthouse",
-        "an electric car",
-        "a vaccine study",
-        "a rental flat",
-        "a football team",
-    ),
-    *("a customer complaint", "a budget meeting", "a science fair", "a vegetable soup", "a broken phone"),
-    *(
-        "a film festival",
-        "a security audit",
-        "a water bill",
-        "a space probe",
-        "a carpenter",
-        "a radio station",
-    ),
+    *("a wind farm", "a city library", "a beekeeper", "a broken dishwasher", "a school trip"),
+    *("solar panels", "a bicycle repair shop", "a coral reef", "a mountain hut", "a tax return"),
+    *("a youth orchestra", "a data centre", "a lost suitcase", "a community garden", "a dental practice"),
+    *("a food truck", "a museum of clocks", "a ferry timetable", "a job interview", "a puppy"),
+    *("a marathon", "a new roof", "an online course", "a hospital ward", "a street market"),
+    *("a software release", "a fishing harbour", "a wedding", "a parking fine", "a warehouse"),
+    *("a volcano", "a power cut", "a translation agency", "a hotel booking", "a lighthouse"),
+    *("an electric car", "a vaccine study", "a rental flat", "a football team", "a customer complaint"),
+    *("a budget meeting", "a science fair", "a vegetable soup", "a broken phone", "a film festival"),
+    *("a security audit", "a water bill", "a space probe", "a carpenter", "a radio station"),
     *("a language exchange", "a fitness app", "a delivery delay", "a forest fire", "a family reunion"),
-    *(
-        "a coffee roaster",
-        "a court hearing",
-        "a bus strike",
-        "a piano teacher",
-        "a moving company",
-        "a dairy farm",
-    ),
-    *("a password reset", "a swimming pool", "a glacier", "a book club", "an airport", "a theatre rehearsal"),
-    *("a recycling plant", "a mortgage", "a game jam", "a snowstorm", "a nursing home", "a printing error"),
-    *("a pharmacy", "a startup", "an insurance claim", "a bridge inspection", "a robot vacuum", "a choir"),
+    *("a coffee roaster", "a court hearing", "a bus strike", "a piano teacher", "a moving company"),
+    *("a dairy farm", "a password reset", "a swimming pool", "a glacier", "a book club", "an airport"),
+    *("a theatre rehearsal", "a recycling plant", "a mortgage", "a game jam", "a snowstorm"),
+    *("a nursing home", "a printing error", "a pharmacy", "a startup", "an insurance claim"),
+    *("a bridge inspection", "a robot vacuum", "a choir"),
 )
 NAMES = (
-    *("Anna", "Bilal", "Chen", "Diego", "Elif", "Farah", "George", "Hanna", "Ivan", "Jade", "Kofi", "Lena"),
-    *("Mateo", "Nadia", "Oskar", "Priya", "Quinn", "Rosa", "Sven", "Tariq", "Uma", "Viktor", "Wanda", "Yuki"),
+    *("Anna", "Bilal", "Chen", "Diego", "Elif", "Farah", "George", "Hanna", "Ivan", "Jade", "Kofi"),
+    *("Lena", "Mateo", "Nadia", "Oskar", "Priya", "Quinn", "Rosa", "Sven", "Tariq", "Uma", "Viktor"),
+    *("Wanda", "Yuki"),
 )
 DOCUMENTS = (
-    *("e-mail", "memo", "news report", "meeting note", "letter", "product review", "article", "announcement"),
-    *("support ticket", "paragraph", "contract clause", "travel blog post", "press release", "chat message"),
+    *("e-mail", "memo", "news report", "meeting note", "letter", "product review", "article"),
+    *("announcement", "support ticket", "paragraph", "contract clause", "travel blog post"),
+    *("press release", "chat message"),
 )
 LANGUAGES = (
     "Python",
@@ -72,48 +55,21 @@ LANGUAGES = (
     "TypeScript",
 )
 FIELDS = (
-    *(
-        "name, date and amount",
-        "title, place and time",
-        "sender, product and quantity",
-        "city and temperature",
-    ),
-    *(
-        "first name, surname and phone",
-        "order number and price",
-        "author, year and publisher",
-        "id and status",
-    ),
-    *(
-        "ingredients and minutes",
-        "event, day and organiser",
-        "model, colour and size",
-        "from, to and departure",
-    ),
+    *("name, date and amount", "title, place and time", "sender, product and quantity"),
+    *("city and temperature", "first name, surname and phone", "order number and price"),
+    *("author, year and publisher", "id and status", "ingredients and minutes"),
+    *("event, day and organiser", "model, colour and size", "from, to and departure"),
 )
 FUNCTIONS = (
-    *(
-        "counts the words of a text",
-        "returns the largest of three numbers",
-        "reverses a list",
-        "reads a CSV file",
-    ),
-    *("checks whether a number is prime", "converts Celsius to Fahrenheit", "removes duplicates from a list"),
-    *("computes the factorial of n", "sorts dictionaries by a key", "validates an e-mail address"),
-    *(
-        "merges two sorted lists",
-        "sums the digits of a number",
-        "finds the longest word",
-        "parses a date string",
-    ),
-    *("computes the average of a column", "flattens a nested list", "counts vowels", "formats a price"),
-    *("generates a random password", "finds common elements of two lists", "checks for a palindrome"),
-    *(
-        "reads a JSON file and prints its keys",
-        "groups records by month",
-        "pads a string",
-        "computes a checksum",
-    ),
+    *("counts the words of a text", "returns the largest of three numbers", "reverses a list"),
+    *("reads a CSV file", "checks whether a number is prime", "converts Celsius to Fahrenheit"),
+    *("removes duplicates from a list", "computes the factorial of n", "sorts dictionaries by a key"),
+    *("validates an e-mail address", "merges two sorted lists", "sums the digits of a number"),
+    *("finds the longest word", "parses a date string", "computes the average of a column"),
+    *("flattens a nested list", "counts vowels", "formats a price", "generates a random password"),
+    *("finds common elements of two lists", "checks for a palindrome"),
+    *("reads a JSON file and prints its keys", "groups records by month", "pads a string"),
+    *("computes a checksum",),
 )
 NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "ten")
 FORMS = (
@@ -137,7 +93,7 @@ OPENINGS: dict[str, tuple[tuple[str, str], ...]] = {
         ("open", "TL;DR of this {document} from {name}, please.\n\nHi all, "),
         (
             "open",
-            "Condense the minutes below into {form}.\n\nMeeting about {topic}, present: {name}, {name2}. ",
+            "Condense these minutes into {form}.\n\nMeeting about {topic}, present: {name}, {name2}. ",
         ),
         ("open", "Rewrite this {document} so that it is half as long.\n\n"),
     ),

@@ -71,9 +71,7 @@ class CorpusPlan(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.task_share + self.follow_share > 1:
-            raise _contradiction(
-                "task_share and follow_share are above 1 together; lower one", "follow_share"
-            )
+            raise _contradiction("with task_share it is above 1; lower one", "follow_share")
         return self
 
 
@@ -245,8 +243,8 @@ def _first_problem(source: str, node: yaml.Node | None, error: ValidationError) 
     known = _known_keys(location[:-1])
     close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-    parent = _dotted(location[:-1])
-    return f"{place}: unknown key {_short(repr(location[-1]))}{f' in {parent}' if parent else ''}; {hint}"
+    within = _dotted(location[:-1])
+    return f"{place}: unknown key {_short(repr(location[-1]))}{f' in {within}' if within else ''}; {hint}"
 
 
 def _known_keys(location: Sequence[int | str]) -> list[str]:
