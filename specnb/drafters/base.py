@@ -1,8 +1,8 @@
 """What a drafter is: it proposes a chain of tokens, with the probabilities it drew them from.
 
 A drafter sees tokens (and, where it asks for them, the target's hidden states) and knows
-nothing of verification, batches of records or files. One drafter object serves all slots
-of an engine; slots are numbered by the engine and reused.
+nothing of verification or records. One drafter object serves all slots of an engine;
+slots are numbered by the engine and reused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class Draft:
     """A chain of drafted tokens for one request in one step; empty when the drafter has nothing to say.
 
-    `candidate_ids` and `candidate_probs` (both [draft tokens, candidates]) hold the proposal each
-    token was drawn from, most likely candidate first; None means one-hot proposals (probability 1
-    at the drafted token), as deterministic drafters make.
+    `candidate_ids` [draft tokens, candidates] holds the tokens considered at each place, ordered by the
+    drafter's own score before any path selection, best first; None if the drafter keeps no candidates.
+    `candidate_probs`, of the same shape, is the law that each token was drawn from; None means one-hot
+    proposals (probability 1 at the drafted token), as deterministic drafters make.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -41,7 +42,10 @@ class Draft:
         return float(self.candidate_probs[position][match].sum())
 
     def rank_of(self, position: int, token_id: int) -> int | None:
-        """0-based rank of a token among the candidates at `position`; None if it is not one."""
+        """0-based rank of a token among the candidates at `position`; None if it is not one.
+
+        A drafter without candidates counts as one whose only candidate is the drafted token.
+        """
         if self.candidate_ids is None:
             return 0 if self.token_ids[position] == token_id else None
         found = np.flatnonzero(self.candidate_ids[position] == token_id)
@@ -61,30 +65,61 @@ class Draft:
         target_law.clamp_(min=0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """Hidden states of one request in one target forward.
+
+    `states` has one tensor for each of the drafter's taps, for the whole batch (# shape: [rows, width,
+    hidden]); `row` is the request's. Column 0 belongs to the first token fed.
+    """
+
+    states: tuple[torch.Tensor, ...]
+    row: int
+
+
 class Drafter(Protocol):
-    """A drafter as the in-process engine drives it: admit, then propose and observe until release."""
+    """A drafter as the in-process engine drives it: begin, then admit, propose and observe until release."""
 
     @property
     def num_speculative_tokens(self) -> int:
         """Longest chain it proposes (K)."""
         ...
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """0-based target layers whose outputs it wants as `Features`, in this order; empty for none."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Resolved settings for the manifest."""
         ...
 
-    def admit(self, slot: int, token_ids: Sequence[int]) -> None:
-        """A new request starts in `slot` with these tokens (prompt, and the first emitted token)."""
+    def begin(self, *, num_slots: int, capacity: int) -> None:
+        """A cell starts with slots 0 to `num_slots` - 1, each of up to `capacity` tokens, drafts included."""
         ...
 
-    def observe(self, slot: int, token_ids: Sequence[int]) -> None:
-        """The target emitted these tokens for the request in `slot`."""
+    def admit(self, slot: int, token_ids: Sequence[int], features: Features | None = None) -> None:
+        """A new request starts in `slot` with these tokens (prompt, and the first emitted token).
+
+        `features` cover all tokens but the last, whose own are not known yet.
+        """
+        ...
+
+    def observe(self, slot: int, token_ids: Sequence[int], features: Features | None = None) -> None:
+        """The target emitted these tokens for the request in `slot`.
+
+        `features` begin at the token before them, so that they cover all but the last again.
+        """
         ...
 
     def propose(
         self, slots: Sequence[int], *, temperature: float, rngs: Sequence[np.random.Generator]
     ) -> list[Draft]:
         """One draft a slot; randomness, if any, comes from that request's generator."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """The request in slot `source` goes on in the free slot `target`."""
         ...
 
     def release(self, slot: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specnb.drafters.base import Draft
+from specnb.drafters.base import Draft, Features
 
 
 class PromptLookup:
@@ -34,6 +34,11 @@ class PromptLookup:
         """Longest chain it proposes (K)."""
         return self._num_speculative_tokens
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Needs nothing of the target but its tokens."""
+        return ()
+
     def describe(self) -> dict[str, Any]:
         """Resolved settings for the manifest."""
         return {
@@ -45,13 +50,16 @@ class PromptLookup:
             "proposal": "one-hot",
         }
 
-    def admit(self, slot: int, token_ids: Sequence[int]) -> None:
+    def begin(self, *, num_slots: int, capacity: int) -> None:
+        """Needs no room of a fixed size."""
+
+    def admit(self, slot: int, token_ids: Sequence[int], features: Features | None = None) -> None:
         """Indexes the n-grams of a new request's tokens."""
         self._tokens[slot] = []
         self._ends[slot] = {}
         self.observe(slot, token_ids)
 
-    def observe(self, slot: int, token_ids: Sequence[int]) -> None:
+    def observe(self, slot: int, token_ids: Sequence[int], features: Features | None = None) -> None:
         """Indexes the n-grams that end in the new tokens; the first occurrence wins."""
         tokens, ends = self._tokens[slot], self._ends[slot]
         for token in token_ids:
@@ -66,6 +74,11 @@ class PromptLookup:
     ) -> list[Draft]:
         """One chain a slot, empty where no n-gram recurs; the same at every temperature."""
         return [self._propose(slot) for slot in slots]
+
+    def move(self, source: int, target: int) -> None:
+        """Takes the index along to the new slot."""
+        self._tokens[target] = self._tokens.pop(source)
+        self._ends[target] = self._ends.pop(source)
 
     def release(self, slot: int) -> None:
         """Forgets the slot's tokens."""

@@ -16,7 +16,8 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specnb import schema
 from specnb.config import DEMO_TARGET, Arm, Cell, Plan
-from specnb.drafters import Draft, Drafter, make_drafter
+from specnb.drafters import Draft, Drafter, Features, Target, TargetShape, check_drafter, make_drafter
 from specnb.engines.base import CellContext, PlannedRequest
 from specnb.engines.quiet import quiet_transformers
 from specnb.engines.ragged import RaggedCache, register_attention
@@ -62,6 +63,37 @@ class _Slot:
     num_chunks: int = 0
     entropy_sum_nats: float = 0.0
     finish_reason: str | None = None
+    drafted: list[_Drafted] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drafted:
+    """One step's rows in `positions`, to be completed when the answer is known.
+
+    `row` is the first one; `start` is the place in the answer that it drafted.
+    """
+
+    row: int
+    start: int
+    draft: Draft
+
+
+class _Taps:
+    """Outputs of tapped target layers in the latest forward."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self._layers = layers
+        self._states: dict[int, torch.Tensor] = {}
+
+    def store(self, layer: int, output: Any) -> None:
+        """Keeps a decoder layer's output: its hidden states, alone or first of a tuple."""
+        self._states[layer] = output[0] if isinstance(output, tuple) else output
+
+    def features(self, row: int) -> Features | None:
+        """The states of one row of the latest forward; None without taps."""
+        if not self._layers:
+            return None
+        return Features(states=tuple(self._states[layer] for layer in self._layers), row=row)
 
 
 class TransformersEngine:
@@ -82,7 +114,11 @@ class TransformersEngine:
         if plan.engine.num_threads is not None:
             torch.set_num_threads(plan.engine.num_threads)
         self._label, self._path, self._digest = _resolve_target(plan)
-        self._model, self._tokenizer = _load(plan, self._path, self._device)
+        with _loading(self._path):
+            read = _read_config(plan, self._path)
+        self._check_drafters(read.get_text_config())
+        with _loading(self._path):
+            self._model, self._tokenizer = _load(plan, self._path, self._device, read)
         config = self._model.config.get_text_config()
         self._max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self._vocab_size: int = config.vocab_size
@@ -90,9 +126,7 @@ class TransformersEngine:
         self._window, self._mask_kind = _attention_layout(config)
         self._stop_ids = _stop_ids(self._model, self._tokenizer)
         self._attention = self._choose_attention()
-        self._drafters: dict[str, Drafter | None] = {
-            arm.name: make_drafter(arm.speculative) if arm.speculative else None for arm in plan.arms
-        }
+        self._drafters = {arm.name: self._make_drafter(arm) for arm in plan.arms}
 
     # -- facts -----------------------------------------------------------------------------------
 
@@ -204,6 +238,25 @@ class TransformersEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @contextmanager
+    def tapped(self, layers: tuple[int, ...]) -> Iterator[_Taps]:
+        """Keeps the outputs of these decoder layers, before any final norm, for as long as it is open.
+
+        Forwards outside, and all forwards if there are no layers to tap, pay nothing.
+        """
+        taps = _Taps(layers)
+        blocks = _decoder_layers(self._model, self._num_layers) if layers else []
+
+        def hook(layer: int) -> Any:
+            return lambda module, inputs, output: taps.store(layer, output)
+
+        handles = [blocks[layer].register_forward_hook(hook(layer)) for layer in layers]
+        try:
+            yield taps
+        finally:
+            for handle in handles:
+                handle.remove()
+
     # -- one forward -----------------------------------------------------------------------------
 
     def forward(
@@ -303,6 +356,33 @@ class TransformersEngine:
         """The arm's drafter; None for the baseline."""
         return self._drafters[arm.name]
 
+    # -- drafters --------------------------------------------------------------------------------
+
+    def _check_drafters(self, config: Any) -> None:
+        """Refuses drafters that don't fit, before the target's weights are loaded."""
+        for arm in self._plan.arms:
+            if arm.speculative is not None:
+                with _naming(arm):
+                    check_drafter(arm.speculative, _target_shape(config), model=self._drafter_model(arm))
+
+    def _make_drafter(self, arm: Arm) -> Drafter | None:
+        if arm.speculative is None:
+            return None
+        target = None
+        if arm.speculative.method == "dflash":
+            target = Target(
+                shape=_target_shape(self._model.config.get_text_config()),
+                embedding=self._model.get_input_embeddings().weight.detach(),
+                head=self._model.get_output_embeddings(),
+            )
+            _decoder_layers(self._model, self._num_layers)
+        with _naming(arm):
+            return make_drafter(arm.speculative, target=target, model=self._drafter_model(arm))
+
+    def _drafter_model(self, arm: Arm) -> str | None:
+        name = arm.speculative.model if arm.speculative else None
+        return None if name is None else self._plan.located(name)
+
     # -- loading ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -401,15 +481,17 @@ class _CellRun:
         queue = self._encode(requests)
         width = 1 + (self._drafter.num_speculative_tokens if self._drafter else 0)
         needed = max((len(ids) + request.max_tokens for request, ids in queue), default=1) + width
-        self._cache = self._engine.new_cache(
-            num_rows=min(self._cell.concurrency, max(len(queue), 1)), capacity=needed
-        )
+        rows = min(self._cell.concurrency, max(len(queue), 1))
+        self._cache = self._engine.new_cache(num_rows=rows, capacity=needed)
+        if self._drafter is not None:
+            self._drafter.begin(num_slots=rows, capacity=needed)
         free_s = [self._context.clock()] * self._cell.concurrency
-        while queue or self._slots:
-            prefill_s = self._admit(queue, free_s)
-            if self._slots:
-                self._step(prefill_s)
-            self._release(free_s)
+        with self._engine.tapped(self._drafter.taps if self._drafter else ()) as self._taps:
+            while queue or self._slots:
+                prefill_s = self._admit(queue, free_s)
+                if self._slots:
+                    self._step(prefill_s)
+                self._release(free_s)
         return self._frames()
 
     def _encode(self, requests: Sequence[PlannedRequest]) -> deque[tuple[PlannedRequest, list[int]]]:
@@ -447,7 +529,8 @@ class _CellRun:
             slot.length = len(ids)
             self._emit([slot], [verdict], [Draft()], logits[:, -1:], step=False)
             if self._drafter is not None:
-                self._drafter.admit(slot.number, [*ids, *slot.output])
+                self._drafter.admit(slot.number, [*ids, *slot.output], self._taps.features(0))
+                self._engine.synchronise()
             if slot.finish_reason is not None:
                 self._release(free_s)
         return time.perf_counter() - began
@@ -507,14 +590,15 @@ class _CellRun:
             emitted.append(tokens)
         if self._logging.tokens:
             self._log_tokens(slots, verdicts, drafts, logits, emitted)
-        for slot, verdict, draft, tokens in zip(slots, verdicts, drafts, emitted, strict=True):
+        rows = zip(slots, verdicts, drafts, emitted, strict=True)
+        for row, (slot, verdict, draft, tokens) in enumerate(rows):
             self._log_chunk(slot, now, len(tokens))
             if step:
                 self._log_step(slot, verdict, draft, len(tokens))
                 slot.length += verdict.num_accepted + 1
                 slot.num_steps += 1
                 if self._drafter is not None:
-                    self._drafter.observe(slot.number, tokens)
+                    self._drafter.observe(slot.number, tokens, self._taps.features(row))
             else:
                 slot.first_token_s = now
             slot.last_token_s = now
@@ -543,8 +627,7 @@ class _CellRun:
     def _move_drafts(self, slot: _Slot, number: int) -> None:
         if self._drafter is not None:
             self._drafter.release(number)
-            self._drafter.release(slot.number)
-            self._drafter.admit(number, [*slot.prompt_ids, *slot.output])
+            self._drafter.move(slot.number, number)
         slot.number = number
 
     # -- rows ------------------------------------------------------------------------------------
@@ -569,6 +652,9 @@ class _CellRun:
         if not self._logging.positions:
             return
         rows = self._positions
+        if len(draft):
+            row = len(rows["position"])
+            slot.drafted.append(_Drafted(row=row, start=len(slot.output), draft=draft))
         reached = len(verdict.draft_target_prob)
         for position in range(len(draft)):
             rows["request_id"].append(slot.request.request_id)
@@ -580,6 +666,8 @@ class _CellRun:
             rows["target_rank"].append(verdict.argmax_rank[position] if position < reached else None)
             rows["draft_prob"].append(draft.prob_of(position))
             rows["target_prob"].append(verdict.draft_target_prob[position] if position < reached else None)
+            rows["in_answer"].append(False)
+            rows["answer_rank"].append(None)
 
     def _log_tokens(
         self,
@@ -613,7 +701,18 @@ class _CellRun:
             log["cdf_high"].append(verdict.cdf_high[column])
             slot.entropy_sum_nats += facts.entropy_nats[place]
 
+    def _complete_positions(self, slot: _Slot) -> None:
+        """Compares each drafted place, reached or not, with what the finished answer holds there."""
+        ranks, inside = self._positions["answer_rank"], self._positions["in_answer"]
+        for step in slot.drafted:
+            answer = slot.output[step.start : step.start + len(step.draft)]
+            inside[step.row : step.row + len(answer)] = [True] * len(answer)
+            if step.draft.candidate_ids is not None:
+                found = [step.draft.rank_of(position, token) for position, token in enumerate(answer)]
+                ranks[step.row : step.row + len(answer)] = found
+
     def _finish(self, slot: _Slot) -> None:
+        self._complete_positions(slot)
         text = self._engine.decode(slot.output)
         self._requests.append(
             {
@@ -720,21 +819,37 @@ def _resolve_target(plan: Plan) -> tuple[str, str, str | None]:
     return name, name, None
 
 
-def _load(plan: Plan, path: str, device: torch.device) -> tuple[Any, Any]:
+def _shared_arguments(plan: Plan) -> dict[str, Any]:
+    return {"revision": plan.target.revision, "trust_remote_code": plan.target.trust_remote_code}
+
+
+def _read_config(plan: Plan, path: str) -> Any:
+    """The target's config, refused if its state can't be rolled back."""
+    config = AutoConfig.from_pretrained(path, **_shared_arguments(plan))
+    _refuse_stateful(config, path)
+    return config
+
+
+def _load(plan: Plan, path: str, device: torch.device, config: Any) -> tuple[Any, Any]:
     dtype: Any = plan.target.dtype
     if dtype != "auto":
         dtype = _DTYPES[dtype]
     elif device.type == "cpu":
         dtype = torch.float32
-    shared = {"revision": plan.target.revision, "trust_remote_code": plan.target.trust_remote_code}
+    shared = _shared_arguments(plan)
+    tokenizer = AutoTokenizer.from_pretrained(path, **shared)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, use_safetensors=True, config=config, **shared
+    )
+    return loaded.to(device).eval(), tokenizer
+
+
+@contextmanager
+def _loading(path: str) -> Iterator[None]:
+    """Keeps transformers quiet, and turns its errors into one line."""
     with quiet_transformers():
         try:
-            config = AutoConfig.from_pretrained(path, **shared)
-            _refuse_stateful(config, path)
-            tokenizer = AutoTokenizer.from_pretrained(path, **shared)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, use_safetensors=True, config=config, **shared
-            )
+            yield
         except torch.OutOfMemoryError as error:
             raise EngineError(
                 f"target.model: {path} does not fit the device's memory; use a smaller dtype"
@@ -743,8 +858,44 @@ def _load(plan: Plan, path: str, device: torch.device) -> tuple[Any, Any]:
             raise EngineError(
                 f"target.model: {path} can't be loaded ({str(error).strip().splitlines()[0]})"
             ) from error
-    loaded: Any = model
-    return loaded.to(device).eval(), tokenizer
+
+
+@contextmanager
+def _naming(arm: Arm) -> Iterator[None]:
+    """Puts the arm before a drafter's refusal."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"arms.{arm.name}.{error}") from error
+    except EngineError as error:
+        raise EngineError(f"arms.{arm.name}.{error}") from error
+
+
+def _target_shape(config: Any) -> TargetShape:
+    return TargetShape(
+        hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_layers=config.num_hidden_layers
+    )
+
+
+def _decoder_layers(model: Any, count: int) -> Any:
+    """The target's decoder layers in order.
+
+    Raises
+    ------
+    UnsupportedModelError
+        They can't be told from the model's structure.
+    """
+    found = [
+        module
+        for module in model.get_decoder().children()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"target.model: the decoder layers of {type(model).__name__} can't be found, so no drafter can "
+            "read their outputs; use engine.kind: vllm"
+        )
+    return found[0]
 
 
 def _refuse_stateful(config: Any, path: str) -> None:
