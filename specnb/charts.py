@@ -66,6 +66,40 @@ class _Layout:
         return [field for field in (self.column, self.row) if field]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Series:
+    """What colours and shapes stand for: a column, its values in order, a colour and a shape each."""
+
+    field: str
+    domain: Sequence[str]
+    colours: Sequence[str]
+    shapes: Sequence[str]
+    title: str | None = None
+
+    def present(self, frame: pl.DataFrame) -> list[str]:
+        """Values that occur in `frame`, in the domain's order."""
+        found = set(frame[self.field].to_list())
+        return [name for name in self.domain if name in found]
+
+    def colour(self, frame: pl.DataFrame) -> alt.Color:
+        return alt.Color(
+            f"{self.field}:N",
+            title=self.title,
+            sort=list(self.domain),
+            scale=alt.Scale(domain=list(self.domain), range=list(self.colours)),
+            legend=alt.Legend(values=self.present(frame)),
+        )
+
+    def shape(self, frame: pl.DataFrame) -> alt.Shape:
+        return alt.Shape(
+            f"{self.field}:N",
+            title=self.title,
+            sort=list(self.domain),
+            scale=alt.Scale(domain=list(self.domain), range=list(self.shapes)),
+            legend=alt.Legend(values=self.present(frame)),
+        )
+
+
 # Public charts
 
 
@@ -739,6 +773,197 @@ def pit_chart(
     )
 
 
+_CANDIDATE_SERIES: Final = {
+    "recall_at_16": ("among the 16 candidates", "#56b4e9", "diamond"),
+    "conditional_acceptance_rate": ("drafted and accepted", theme.INK, "circle"),
+    "recall_at_1": ("the first candidate", "#d55e00", "square"),
+}
+_LENGTH_SERIES: Final = {
+    "argmax_acceptance_length": ("first candidate at each place", "#d55e00", "square"),
+    "mean_acceptance_length": ("as drafted", theme.INK, "circle"),
+    "oracle_acceptance_length": ("best path through the candidates", "#56b4e9", "diamond"),
+}
+
+
+def recall_by_position_chart(
+    frame: pl.DataFrame,
+    *,
+    places: str,
+    arms: Sequence[str] = (),
+    column: str | None = "arm",
+    row: str | None = None,
+) -> Chart:
+    """How often the answer is among a drafter's candidates, by draft position; a panel an arm.
+
+    Parameters
+    ----------
+    frame
+        `candidates.recall_by_position`: arm, places, position, metric, value, low, high, n.
+    places
+        `all`, or `reached`, which has what was drafted and accepted, too.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "recall_by_position_chart"
+    titles = {
+        "all": "Candidates that hold the answer, all places",
+        "reached": "Candidates that hold the answer, places that were reached",
+    }
+    _check(frame, name, ["places", "metric"])
+    frame, series = _named_series(frame.filter(pl.col("places") == places), _CANDIDATE_SERIES)
+    frame = _select(frame, name, None, ("series", "position"), column, row)
+    return _curves(
+        frame,
+        x=alt.X("position:O", title=theme.COLUMN_TITLES["position"], axis=alt.Axis(labelAngle=0)),
+        x_field="position",
+        look=_Look(
+            title=titles.get(places, f"Candidates that hold the answer, {places}"),
+            value_title="share of places",
+            scale=alt.Scale(domain=[0, 1]),
+            value_format=".3f",
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
+        series=series,
+    )
+
+
+def candidate_acceptance_length_chart(
+    frame: pl.DataFrame, *, arms: Sequence[str] = (), row: str | None = None
+) -> Chart:
+    """Acceptance lengths on the same drafts: of the first candidates, as drafted, of the best path.
+
+    Parameters
+    ----------
+    frame
+        `candidates.candidate_acceptance_lengths`: arm, metric, value, low, high, n.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "candidate_acceptance_length_chart"
+    _check(frame, name, ["arm", "metric"])
+    frame, series = _named_series(frame, _LENGTH_SERIES)
+    frame = _select(frame, name, None, ("series", "arm"), row)
+    present = set(frame["arm"].to_list())
+    order = [arm for arm in theme.arm_domain(frame["arm"].to_list(), arms=arms) if arm in present]
+    places = {arm: place for place, arm in enumerate(order)}
+    return _dots(
+        frame.sort(pl.col("arm").replace_strict(places, return_dtype=pl.Int64), maintain_order=True),
+        label="arm",
+        look=_Look(
+            title="Acceptance length on the same drafts",
+            value_title="tokens a verification step",
+            scale=alt.Scale(domainMin=1, zero=False, nice=True),
+            value_format=".3f",
+        ),
+        layout=_Layout(arms=arms, row=row),
+        series=series,
+    )
+
+
+def mechanism_gain_chart(
+    frame: pl.DataFrame, *, metric: str = "acceptance_length_gain", row: str | None = None
+) -> Chart:
+    """What a mechanism adds between two arms; the rule at 0 is no effect.
+
+    Parameters
+    ----------
+    frame
+        `candidates.mechanism_gains`: mechanism, arm, without_arm, metric, value, low, high, n.
+    metric
+        `acceptance_length_gain` or `conditional_logit_slope_difference`.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    name = "mechanism_gain_chart"
+    words = {
+        "acceptance_length_gain": ("Acceptance length gained", "tokens a step, with minus without", "+.3f"),
+        "conditional_logit_slope_difference": (
+            "Decay along the block, with minus without",
+            "logits a position (above 0: flatter with it)",
+            "+.3f",
+        ),
+    }
+    title, value_title, value_format = words[metric]
+    _check(frame, name, ["mechanism", "arm", "without_arm", "metric"])
+    frame = frame.filter(pl.col("metric") == metric).with_columns(
+        (pl.col("arm") + " against " + pl.col("without_arm")).alias("comparison")
+    )
+    if frame.is_empty():
+        return _empty(title, "no two arms differ in a mechanism alone")
+    frame = _select(frame, name, None, ("mechanism", "comparison"), row)
+    domain = frame["mechanism"].unique(maintain_order=True).to_list()
+    return _dots(
+        frame,
+        label="comparison",
+        look=_Look(
+            title=title,
+            value_title=value_title,
+            scale=alt.Scale(zero=True, nice=True),
+            value_format=value_format,
+            rule_at=0.0,
+        ),
+        layout=_Layout(row=row),
+        series=_Series(
+            field="mechanism",
+            domain=domain,
+            colours=theme.arm_colours(domain),
+            shapes=theme.arm_shapes(domain),
+            title="mechanism",
+        ),
+    )
+
+
+def acceptance_length_chart(
+    frame: pl.DataFrame,
+    *,
+    metric: str,
+    label: str = "sampling",
+    arms: Sequence[str] = (),
+    column: str | None = None,
+    row: str | None = None,
+) -> Chart:
+    """A length in tokens a step of every arm, by a label.
+
+    Parameters
+    ----------
+    frame
+        `acceptance_table`: arm, the label column, metric, value, low, high, n.
+    metric
+        `mean_acceptance_length` or `tokens_per_target_step`.
+
+    Raises
+    ------
+    ValueError
+        A column is missing, holds NaN, or rows share a point.
+    """
+    titles = {
+        "mean_acceptance_length": ("Mean acceptance length", "tokens a step that carried a draft"),
+        "tokens_per_target_step": ("Tokens per target step", "tokens a step, with steps without a draft"),
+    }
+    title, value_title = titles[metric]
+    frame = _select(frame, "acceptance_length_chart", metric, ("arm", label), column, row)
+    return _dots(
+        frame,
+        label=label,
+        look=_Look(
+            title=f"{title} by {theme.column_title(label)}",
+            value_title=value_title,
+            scale=alt.Scale(domainMin=1, zero=False, nice=True),
+            value_format=".3f",
+        ),
+        layout=_Layout(arms=arms, column=column, row=row),
+    )
+
+
 def verdict_overview_chart(frame: pl.DataFrame) -> Chart:
     """Every claim's verdict by arm, as coloured tiles with the word written in them.
 
@@ -805,22 +1030,29 @@ def _by_position(
 
 
 def _curves(
-    frame: pl.DataFrame, *, x: alt.X, x_field: str, look: _Look, layout: _Layout, details: Sequence[str] = ()
+    frame: pl.DataFrame,
+    *,
+    x: alt.X,
+    x_field: str,
+    look: _Look,
+    layout: _Layout,
+    details: Sequence[str] = (),
+    series: _Series | None = None,
 ) -> Chart:
-    """Points joined by lines, one an arm, with intervals as vertical rules."""
+    """Points joined by lines, one an arm (or a value of `series`), with intervals as vertical rules."""
     if frame.is_empty():
         return _empty(look.title)
-    keys = ["arm", x_field, *layout.panels]
-    domain = theme.arm_domain(frame["arm"].to_list(), arms=layout.arms)
+    series = series or _arm_series(frame, layout)
+    keys = list(dict.fromkeys([series.field, x_field, *layout.panels]))
     axis = look.axis or alt.Axis()
     y = alt.Y("value:Q", title=look.value_title, scale=look.scale, axis=axis)
-    base = alt.Chart().encode(x=x, color=_colour(domain, frame))
+    base = alt.Chart().encode(x=x, color=series.colour(frame))
     interval = base.mark_rule(strokeWidth=2, strokeOpacity=0.55).encode(
         y=alt.Y("low:Q", title=look.value_title, scale=look.scale, axis=axis), y2="high:Q"
     )
     points = base.mark_point(filled=True, size=60).encode(
         y=y,
-        shape=_shape(domain, frame),
+        shape=series.shape(frame),
         tooltip=_tips(frame, [*keys, *details], value_format=look.value_format),
     )
     layers: list[alt.Chart] = [] if look.rule_at is None else [_rule(look.rule_at)]
@@ -829,13 +1061,15 @@ def _curves(
     return _panels(frame, layers, title=look.title, notes=_notes(frame, keys), layout=layout)
 
 
-def _dots(frame: pl.DataFrame, *, label: str, look: _Look, layout: _Layout) -> Chart:
-    """One row a label, one dot an arm, intervals as horizontal rules."""
+def _dots(
+    frame: pl.DataFrame, *, label: str, look: _Look, layout: _Layout, series: _Series | None = None
+) -> Chart:
+    """One row a label, one dot an arm (or a value of `series`), intervals as horizontal rules."""
     if frame.is_empty():
         return _empty(look.title)
-    keys = ["arm", label, *layout.panels]
-    domain = theme.arm_domain(frame["arm"].to_list(), arms=layout.arms)
-    present = [arm for arm in domain if arm in set(frame["arm"].to_list())]
+    series = series or _arm_series(frame, layout)
+    keys = list(dict.fromkeys([series.field, label, *layout.panels]))
+    present = series.present(frame)
     labels = frame[label].unique(maintain_order=True).to_list()
     base = alt.Chart().encode(
         y=alt.Y(
@@ -844,20 +1078,23 @@ def _dots(frame: pl.DataFrame, *, label: str, look: _Look, layout: _Layout) -> C
             sort=_order(label, labels),
             axis=alt.Axis(grid=True, gridDash=[2, 3], labelLimit=240),
         ),
-        yOffset=alt.YOffset("arm:N", sort=present),
-        color=_colour(domain, frame),
+        color=series.colour(frame),
     )
+    # Where a label has one mark only, the mark stands on the label's line.
+    crowded = frame.select(label, series.field).unique().height > len(labels)
+    if crowded:
+        base = base.encode(yOffset=alt.YOffset(f"{series.field}:N", sort=present))
     interval = base.mark_rule(strokeWidth=2, strokeOpacity=0.55).encode(
         x=alt.X("low:Q", title=look.value_title, scale=look.scale), x2="high:Q"
     )
     points = base.mark_point(filled=True, size=60).encode(
         x=alt.X("value:Q", title=look.value_title, scale=look.scale),
-        shape=_shape(domain, frame),
+        shape=series.shape(frame),
         tooltip=_tips(frame, keys, value_format=look.value_format),
     )
     layers: list[alt.Chart] = [] if look.rule_at is None else [_rule(look.rule_at, vertical=True)]
     layers += [interval, points, *_gaps(frame, base, keys, along="x", at=14)]
-    height = max(80, len(labels) * (16 + 14 * len(present)))
+    height = max(80, len(labels) * (16 + 14 * (len(present) if crowded else 1)))
     width = 480 if layout.column is None or frame[layout.column].n_unique() == 1 else 230
     return _panels(
         frame, layers, title=look.title, notes=_notes(frame, keys), layout=layout, size=(width, height)
@@ -899,9 +1136,10 @@ def _panels(
 
 
 def _size(frame: pl.DataFrame, layout: _Layout) -> tuple[int, int]:
-    """Width and height in pixels of one panel: three panels fit a page."""
+    """Width and height in pixels of one panel: four panels fit a page, more are as narrow as can be read."""
     num_columns = frame[layout.column].n_unique() if layout.column else 1
-    width, height = {1: (560, 280), 2: (330, 240)}.get(num_columns, (235, 215))
+    sizes = {1: (560, 280), 2: (330, 240), 3: (235, 215), 4: (176, 215)}
+    width, height = sizes.get(num_columns, (150, 215))
     return width, min(height, 200) if layout.row and frame[layout.row].n_unique() > 1 else height
 
 
@@ -1049,14 +1287,26 @@ def _colour(domain: Sequence[str], frame: pl.DataFrame, *, legend: bool = True) 
     )
 
 
-def _shape(domain: Sequence[str], frame: pl.DataFrame) -> alt.Shape:
-    present = set(frame["arm"].to_list())
-    shown = [name for name in domain if name in present]
-    return alt.Shape(
-        "arm:N",
+def _named_series(
+    frame: pl.DataFrame, words: dict[str, tuple[str, str, str]]
+) -> tuple[pl.DataFrame, _Series]:
+    """The rows whose metric has a name in `words`, with a column `series` that holds it."""
+    names = {metric: name for metric, (name, _, _) in words.items()}
+    kept = frame.filter(pl.col("metric").is_in(list(words))).with_columns(
+        pl.col("metric").replace_strict(names, return_dtype=pl.String).alias("series")
+    )
+    domain, colours, shapes = zip(*words.values(), strict=True)
+    return kept, _Series(field="series", domain=domain, colours=colours, shapes=shapes)
+
+
+def _arm_series(frame: pl.DataFrame, layout: _Layout) -> _Series:
+    domain = theme.arm_domain(frame["arm"].to_list(), arms=layout.arms)
+    return _Series(
+        field="arm",
+        domain=domain,
+        colours=theme.arm_colours(domain),
+        shapes=theme.arm_shapes(domain),
         title="arm",
-        scale=alt.Scale(domain=list(domain), range=theme.arm_shapes(domain)),
-        legend=alt.Legend(values=shown),
     )
 
 

@@ -144,6 +144,45 @@ CLAIMS = pl.DataFrame(
     ]
 )
 
+RECALL = estimates(
+    [
+        {"arm": arm, "places": places, "position": position, "metric": metric}
+        for arm in ARMS[1:]
+        for places in ("all", "reached")
+        for position in range(3)
+        for metric in ("recall_at_1", "recall_at_16", "conditional_acceptance_rate")
+        if places == "reached" or metric != "conditional_acceptance_rate"
+    ]
+)
+PATHS = estimates(
+    [
+        {"arm": arm, "metric": metric}
+        for arm in ARMS[1:]
+        for metric in ("argmax_acceptance_length", "mean_acceptance_length", "oracle_acceptance_length")
+    ],
+    value=2.0,
+    low=1.9,
+    high=2.1,
+)
+GAINS = estimates(
+    [
+        {"mechanism": mechanism, "arm": "dflash2", "without_arm": arm, "note": "", "metric": metric}
+        for mechanism, arm in (("selector", "flat"), ("convolution", "bare"))
+        for metric in ("acceptance_length_gain", "conditional_logit_slope_difference")
+    ]
+)
+LENGTHS = estimates(
+    [
+        {"arm": arm, "entropy_tier": tier, "metric": metric}
+        for arm in ARMS
+        for tier in ("high", "low")
+        for metric in ("mean_acceptance_length", "tokens_per_target_step")
+    ],
+    value=2.0,
+    low=1.9,
+    high=2.1,
+)
+
 CASES = {
     "survival": lambda frame=POSITIONS: charts.survival_by_position_chart(
         frame, arms=ARMS, column="sampling"
@@ -165,6 +204,12 @@ CASES = {
     "match": lambda frame=MATCHES: charts.match_rate_chart(frame),
     "split": lambda frame=SPLITS: charts.split_class_chart(frame),
     "pit": lambda frame=PIT: charts.pit_chart(frame, arms=ARMS),
+    "recall": lambda frame=RECALL: charts.recall_by_position_chart(frame, places="reached", arms=ARMS),
+    "paths": lambda frame=PATHS: charts.candidate_acceptance_length_chart(frame, arms=ARMS),
+    "gain": lambda frame=GAINS: charts.mechanism_gain_chart(frame),
+    "length": lambda frame=LENGTHS: charts.acceptance_length_chart(
+        frame, metric="tokens_per_target_step", label="entropy_tier", arms=ARMS
+    ),
     "overview": lambda frame=CLAIMS: charts.verdict_overview_chart(frame),
 }
 FRAMES = {name: case.__defaults__[0] for name, case in CASES.items()}
@@ -433,3 +478,39 @@ def test_charts_compute_nothing():
             '"window"',
         ):
             assert word not in text, (name, word)
+
+
+def test_recall_draws_the_places_asked_for_with_one_line_a_kind():
+    reached, every = CASES["recall"](), charts.recall_by_position_chart(RECALL, places="all", arms=ARMS)
+    assert {row["series"] for row in rows_of(reached)} == {
+        "among the 16 candidates",
+        "drafted and accepted",
+        "the first candidate",
+    }
+    assert {row["series"] for row in rows_of(every)} == {"among the 16 candidates", "the first candidate"}
+    assert len(rows_of(every)) == 2 * 2 * 3
+    (colour,) = {json.dumps(c["scale"]) for c in encodings(every, "color")}
+    assert json.loads(colour) == json.loads(json.dumps(encodings(reached, "color")[0]["scale"]))
+
+
+def test_marks_that_stand_alone_on_their_line_are_not_shifted():
+    assert encodings(CASES["gain"](), "yOffset") == []
+    assert encodings(CASES["paths"](), "yOffset") != []
+
+
+def test_a_gain_has_its_rule_at_0_and_a_slope_its_own_words():
+    slope = charts.mechanism_gain_chart(GAINS, metric="conditional_logit_slope_difference")
+    for chart in (CASES["gain"](), slope):
+        (rule,) = [layer for layer in layers_of(chart) if layer["mark"].get("strokeDash") == [6, 4]]
+        assert rule["encoding"]["x"]["datum"] == 0
+    assert "flatter with it" in encodings(slope, "x")[1]["title"]
+    assert {row["comparison"] for row in rows_of(slope)} == {"dflash2 against flat", "dflash2 against bare"}
+
+
+def test_gains_of_two_settings_need_a_row_each():
+    doubled = pl.concat(
+        [GAINS.with_columns(pl.lit(name).alias("sampling")) for name in ("greedy", "sampled")]
+    )
+    with pytest.raises(ValueError, match="filter or lay out by sampling"):
+        charts.mechanism_gain_chart(doubled)
+    assert len(rows_of(charts.mechanism_gain_chart(doubled, row="sampling"))) == 4
