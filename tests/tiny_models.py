@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import scipy.stats
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -141,6 +143,8 @@ def drafter_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch
             ("mlp.down_proj", (hidden, inner)),
         ):
             tensors[f"{prefix}.{name}.weight"] = normal(*shape)
+            if config["attention_bias"] and name.startswith("self_attn"):
+                tensors[f"{prefix}.{name}.bias"] = normal(shape[0], scale=0.3)
         for name, size in (
             ("self_attn.q_norm", width),
             ("self_attn.k_norm", width),
@@ -207,6 +211,27 @@ def tiny_plan(folder: Path, *, concurrency: int = 3, device: str = "cpu", **samp
     )
 
 
+def dflash_plan(
+    folder: Path, *arms: dict[str, Any], concurrency: int = 3, dtype: str = "float32", **sampling: Any
+) -> Plan:
+    """Baseline (arm 0) and one arm for each block of keys, K = 7 unless it says otherwise."""
+    blocks = [{"method": "dflash", "num_speculative_tokens": 7, **arm} for arm in arms]
+    return plan_from_dict(
+        {
+            "name": "tiny",
+            "target": {"model": str(folder), "dtype": dtype},
+            "engine": {"kind": "transformers", "device": "cpu", "endpoint": "completions"},
+            "arms": [
+                {"name": "baseline"},
+                *({"name": f"arm{number}", "speculative": block} for number, block in enumerate(blocks, 1)),
+            ],
+            "workload": {"set": "builtin-en", "tiers": ["low"]},
+            "sampling": [{"name": "s", "temperature": 0.0, "max_tokens": 24, **sampling}],
+            "load": {"concurrency": [concurrency]},
+        }
+    )
+
+
 def planned(texts: list[str], *, max_tokens: int = 24, arm: str = "") -> list[PlannedRequest]:
     """One request a text, each with its own seed."""
     return [
@@ -236,6 +261,39 @@ TEXTS = [
     "t7 t1 t5 t7 t1",
     "t5 t4 t3 t2 t1 t5 t4",
 ]
+
+
+@torch.inference_mode()
+def triple_law_p_value(
+    model: Any, prompt_ids: list[int], answers: list[list[int]], *, temperature: float
+) -> float:
+    """Chi-square p-value of answers' first three tokens against the model's law by enumeration.
+
+    The first token's counts are taken as seen; rare pairs after it are pooled. Small vocabularies only.
+    """
+    counts = Counter(tuple(answer[:3]) for answer in answers)
+    firsts = Counter(answer[0] for answer in answers)
+    vocabulary = model.config.vocab_size
+    observed, expected = [0.0], [0.0]
+    for first, seen in firsts.items():
+        batch = torch.tensor([[*prompt_ids, first, second] for second in range(vocabulary)])
+        logits = model(input_ids=batch).logits.double()
+        law = (logits[0, -2] / temperature).softmax(-1).tolist()
+        after = (logits[:, -1] / temperature).softmax(-1).tolist()
+        for second, third in itertools.product(range(vocabulary), repeat=2):
+            mass = seen * law[second] * after[second][third]
+            count = counts[(first, second, third)]
+            if mass >= 5:
+                observed.append(count)
+                expected.append(mass)
+            else:
+                observed[0] += count
+                expected[0] += mass
+    # Each first token's total is given, so it costs one degree of freedom.
+    cells = len(observed) - 1 + (expected[0] > 0) - len(firsts)
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True) if e > 0)
+    return float(scipy.stats.chi2.sf(statistic, cells))
+
 
 SMALL = {
     "vocab_size": 64,

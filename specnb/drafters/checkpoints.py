@@ -259,15 +259,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if missing:
         raise _refusal(
             folder,
-            f"'{missing[0]}' is missing{_and_others(missing)}; a shard is missing or config.json asks for "
-            "more than the checkpoint has",
+            f"holds no tensor '{missing[0]}'{_and_others(missing)}; a shard is missing or config.json asks "
+            "for more than the checkpoint has",
         )
     unknown = sorted(files.keys() - expected.keys())
     if unknown:
         raise _refusal(
             folder,
-            f"'{unknown[0]}'{_and_others(unknown)} is not in what config.json describes "
-            f"({_features(config)}); correct config.json or remove the tensor",
+            f"config.json has no place for '{unknown[0]}'{_and_others(unknown)} ({_features(config)}); "
+            "correct it or remove the tensor",
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
