@@ -9,6 +9,7 @@ walk from the first token in strides of accepted + 1 then gives the steps of ser
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,7 +28,7 @@ def matched_lengths(
     drafter: TrainedDrafter,
     target: TargetModel,
     teacher: TeacherStates,
-    precision: AbstractContextManager[Any],
+    precision: Callable[[], AbstractContextManager[Any]],
 ) -> list[np.ndarray[Any, Any]]:
     """How many drafts in a row equal the answer, for every answer position as the anchor.
 
@@ -52,7 +53,7 @@ def matched_lengths(
         # Anchors past the end are computed and thrown away.
         anchors = torch.minimum(anchors, torch.from_numpy(lengths)[rows][:, None] - 1)
         batch = batches.drawn(rows, anchors)
-        with precision:
+        with precision():
             hidden = drafter(target, batch)
             tokens = drafter.teacher_forced(target, batch, hidden)
         right = (tokens == batch.block_ids[:, :, 1:]) & batch.valid
