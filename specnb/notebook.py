@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 import polars as pl
 
-from specnb import charts, equivalence, latency, reconciliation, theme, verdicts
+from specnb import candidates, charts, cost, equivalence, latency, reconciliation, theme, verdicts
 from specnb.config import Arm
 from specnb.errors import RecordError
 from specnb.provenance import git_sha
@@ -44,6 +44,7 @@ CLAIM_PAGES: Final = {
     "entropy": "03_hit_rate_by_entropy",
     "speedup": "04_speedup_by_concurrency",
     "equivalence": "05_output_equivalence",
+    "drafters": "09_drafter_comparison",
 }
 
 _SCHEMA_V5: Final = "https://vega.github.io/schema/vega-lite/v5.json"
@@ -430,6 +431,67 @@ def published(run: Run, speedups: pl.DataFrame, parts: pl.DataFrame) -> View:
     if claims.differences:
         lead += f". This run differs: {claims.differences.rstrip('.')}."
     shown = table(frame, caption=f"published and measured ({setting})")
+    return View(html=f"<p>{_escape(lead)}</p>{shown._repr_html_()}", text=f"{lead}\n{shown!r}")
+
+
+def candidates_known(run: Run) -> View:
+    """Whether this run tells of a drafter's candidates, and if not, why the charts below are empty."""
+    reason = candidates.missing_positions(run)
+    text = f"No candidate is known: {reason}." if reason else _candidates_of(run)
+    return View(html=f"<p>{_escape(text)}</p>", text=text)
+
+
+def _candidates_of(run: Run) -> str:
+    found = candidates.greedy_positions(run)
+    known = found.group_by("arm").agg(
+        pl.len().alias("places"), pl.col("in_answer").sum().alias("answered"), pl.col("answer_rank").count()
+    )
+    facts = {row["arm"]: row for row in known.iter_rows(named=True)}
+    parts = []
+    for arm in run.plan.arms:
+        if arm.speculative is None:
+            continue
+        row = facts.get(arm.name)
+        if row is None:
+            parts.append(f"{arm.name}: nothing was drafted")
+        elif row["answer_rank"] == 0:
+            parts.append(f"{arm.name}: the drafter keeps no candidates")
+        else:
+            parts.append(f"{arm.name}: {row['answered']:,} of {row['places']:,} places lie in the answer")
+    return f"Greedy answers. {'; '.join(parts)}."
+
+
+def mechanisms(run: Run, gains: pl.DataFrame) -> View:
+    """What selector and convolution do, in sentences, or why the run can't tell.
+
+    Parameters
+    ----------
+    run
+        The run.
+    gains
+        `candidates.mechanism_gains` of its steps.
+    """
+    lines = list(candidates.mechanism_sentences(gains))
+    if not lines:
+        found = candidates.arm_mechanisms(run)
+        known = found.filter(pl.col("selector").is_not_null(), pl.col("convolution").is_not_null())
+        reason = (
+            "the run's record tells of no arm whether it has a path selector or a convolution"
+            if known.is_empty()
+            else "no two arms differ in the path selector or the convolution alone"
+        )
+        lines = [f"The run can't tell what either part does: {reason}."]
+    items = "".join(f"<li>{_escape(line)}</li>" for line in lines)
+    return View(html=f"<ul>{items}</ul>", text="\n".join(lines))
+
+
+def released_pair() -> View:
+    """The published figures of the released pair, marked as claims of its authors."""
+    lead = (
+        f"Published claims, not measured by specnb: {cost.RELEASED_CONDITIONS}. "
+        f"Source: {cost.RELEASED_SOURCE}"
+    )
+    shown = table(cost.released_pair(), caption="published claims, not measured")
     return View(html=f"<p>{_escape(lead)}</p>{shown._repr_html_()}", text=f"{lead}\n{shown!r}")
 
 
@@ -883,6 +945,10 @@ def _estimate_cell(row: Mapping[str, Any] | None, *, not_speculating: bool = Fal
         return '<td class="specnb-num">n/a<br><small>not speculating</small></td>'
     if row["value"] is None:
         return f'<td class="specnb-num">n/a<br><small>{_escape(row["reason"])}</small></td>'
+    if row.get("method") == cost.FACT:
+        return (
+            f'<td class="specnb-num">{_number(row["value"])}<br><small>{_escape(row["reason"])}</small></td>'
+        )
     interval = (
         f"[{_number(row['low'])}, {_number(row['high'])}]"
         if row["low"] is not None

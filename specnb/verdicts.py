@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specnb.acceptance import suffix_decay
 from specnb.checks import contradictions, once
 from specnb.config import Arm
+from specnb.cost import WEIGHTLESS, paired_yield
 from specnb.equivalence import (
     GUESSED_STEPS,
     LOSSY_METHODS,
@@ -126,7 +127,7 @@ class Claim:
     n
         Denominator of the estimate.
     chart
-        Short name of the claim in charts: suffix decay, entropy, speedup, equivalence, verdict.
+        Short name of the claim in charts: suffix decay, entropy, speedup, equivalence, drafters, verdict.
     reasons
         Further facts that decided, worst first.
     max_concurrency
@@ -382,6 +383,32 @@ def speedup_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]
             continue
         claims.append(_speedup_claim(run, arm, activity, unfit, policy))
     return tuple(claims)
+
+
+def drafter_verdict(run: Run, policy: Policy | None = None) -> tuple[Claim, ...]:
+    """Whether each drafter with weights yields more than one without, in every entropy tier.
+
+    Tokens per target step of the arm and of the run's first drafter without weights (prompt lookup), on
+    the prompts that both answered, in the first sampling setting that both have. Supported if the whole
+    interval of the difference is above 0 in every tier; not supported if it is below 0 in one; refused
+    if acceptance was an input of a modelled run; else inconclusive.
+
+    Parameters
+    ----------
+    run
+        A run.
+    policy
+        Thresholds; defaults if None.
+    """
+    policy = policy or Policy()
+    question = "Does it give more tokens a target step than a drafter without weights, in every tier?"
+    arms = speculating_arms(run.plan)
+    references = [arm.name for arm in arms if arm.speculative and arm.speculative.method in WEIGHTLESS]
+    weighted = [arm for arm in arms if arm.name not in references]
+    if not weighted:
+        reason = "the run holds no drafter with weights to judge"
+        return tuple(_without_estimate(name, question, "drafters", reason) for name in references[:1])
+    return tuple(_drafter_claim(run, arm, references, question, policy) for arm in weighted)
 
 
 def unfit_cells(run: Run) -> pl.DataFrame:
@@ -849,6 +876,63 @@ def _speedup_claim(run: Run, arm: Arm, activity: pl.DataFrame, unfit: pl.DataFra
         by_load=tuple(
             (row["sampling"], row["concurrency"], _estimate(row)) for row in headline.iter_rows(named=True)
         ),
+    )
+
+
+def _drafter_claim(run: Run, arm: Arm, references: Sequence[str], question: str, policy: Policy) -> Claim:
+    """The claim of `drafter_verdict` for one arm; `references`: arms without weights, the first counts."""
+    if given := _given_acceptance(run, arm):
+        return _refused(arm.name, question, "drafters", given)
+    if not references:
+        reason = "the run holds no drafter without weights to compare with"
+        return _without_estimate(arm.name, question, "drafters", reason)
+    reference = references[0]
+    steps = run.labelled("steps").filter(pl.col("arm").is_in([arm.name, reference]))
+    present = steps.group_by("sampling").agg(pl.col("arm").n_unique() == 2)
+    shared = set(present.filter("arm")["sampling"])
+    setting = next((setting.name for setting in run.plan.sampling if setting.name in shared), None)
+    problem = _unusable(run, arm)
+    if problem is None and setting is None:
+        problem = f"no sampling setting holds target steps of both {arm.name} and {reference}"
+    if problem:
+        return _without_estimate(arm.name, question, "drafters", problem)
+    steps = steps.filter(pl.col("sampling") == setting)
+    tiers = paired_yield(
+        steps,
+        arm=arm.name,
+        reference=reference,
+        by=("entropy_tier",),
+        level=policy.level,
+        rng=_generator(policy, "drafters", arm.name),
+    ).to_dicts()
+    if not tiers:
+        reason = f"no prompt was answered by both {arm.name} and {reference}"
+        return _without_estimate(arm.name, question, "drafters", reason)
+    bounded = [row for row in tiers if row["low"] is not None]
+    worst = min(bounded, key=lambda row: row["low"], default=tiers[0])
+    worse = [row["entropy_tier"] for row in bounded if row["high"] < 0]
+    if worse:
+        verdict, said = "not supported", f"fewer tokens a target step than {reference} ({_listed(worse)})"
+    elif len(bounded) == len(tiers) and worst["low"] > 0:
+        verdict, said = "supported", f"more tokens a target step than {reference} in every tier"
+    else:
+        verdict = "inconclusive"
+        said = f"the data do not show more tokens a target step than {reference} in every tier"
+    estimate = _estimate(worst)
+    return Claim(
+        arm=arm.name,
+        question=question,
+        verdict=verdict,
+        sentence=(
+            f"{arm.name}: {said}: the difference in the worst tier ({worst['entropy_tier']}) is "
+            f"{_number(estimate, '+.2f')} over {estimate.n:,} target steps of {estimate.n_clusters} prompts "
+            f"({setting}, {_concurrency(run, steps)}); supported above 0 in every tier."
+        ),
+        estimate=estimate,
+        threshold=0.0,
+        n=estimate.n,
+        chart="drafters",
+        reasons=tuple(f"{row['entropy_tier']}: {_number(_estimate(row), '+.2f')}" for row in tiers),
     )
 
 

@@ -15,7 +15,12 @@ SMALL = {
     "sampling": ("greedy", "sampled"),
     "max_tokens": 32,
     "lengths": ("short", "medium", "long"),
-    "arms": {"draft": {}, "weak": {"alpha": 0.4}},
+    "arms": {
+        "draft": {"selector": True, "convolution": True},
+        "weak": {"alpha": 0.4, "selector": True, "convolution": False},
+    },
+    "selector_lift": 0.2,
+    "outside_candidates": 0.3,
     "diverge_rate": 0.1,
     "diverge_margin": 0.0005,
 }
