@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specnb.config import DEMO_TARGET, Cell, read_plan
-from specnb.errors import SpecnbError
+from specnb.errors import PlanError, SpecnbError
 
 if TYPE_CHECKING:
     from specnb.runner import Progress as Hooks
@@ -166,6 +166,28 @@ def doctor(
     _print_findings([(found.state, found.name, found.detail) for found in findings])
     if any(finding.state == "FAILS" for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def train(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="A training plan.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the training; build/NAME by default.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the training in this folder.")
+    ] = None,
+) -> None:
+    """Make a corpus in the target's own words, train the plan's drafters on it and publish them."""
+    from specnb.training import read_train_plan
+    from specnb.training import train as run_training
+
+    if out is not None and resume is not None:
+        raise PlanError("--out: --resume names the folder already; give one of the two")
+    content = read_train_plan(plan)
+    folder = resume or out or Path("build") / content.name
+    run_training(content, folder, resume=resume is not None, say=_say)
+    _out.print(str(folder), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

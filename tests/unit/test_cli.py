@@ -23,7 +23,7 @@ from specnb import cli
 from specnb.engines.simulated import SimulatedEngine
 from specnb.records import read_run
 
-COMMANDS = ("run", "report", "check", "gate", "doctor", "demo")
+COMMANDS = ("run", "report", "check", "gate", "doctor", "train", "demo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +179,22 @@ def test_help_is_no_fault(specnb: Callable[..., Result]) -> None:
 )
 def test_usage(specnb: Callable[..., Result], arguments: list[str], said: str) -> None:
     refused(specnb(*arguments), said)
+
+
+def test_train_says_what_is_wrong_before_anything_is_loaded(tmp_path: Path) -> None:
+    missing = tmp_path / "none.yaml"
+    said = f"{missing}: can't read the plan (No such file or directory); give the path of a YAML file"
+    refused(outside("train", missing), said)
+    plan = Path(__file__).parents[2] / "data" / "plans" / "train-demo.yaml"
+    empty = tmp_path / "empty"
+    refused(
+        outside("train", plan, "--resume", empty),
+        f"{empty}: holds no training to resume; leave out --resume",
+    )
+    refused(
+        outside("train", plan, "--resume", empty, "--out", empty),
+        "--out: --resume names the folder already; give one of the two",
+    )
 
 
 # -- bad plans and workloads -------------------------------------------------------------------------

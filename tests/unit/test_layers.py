@@ -25,6 +25,8 @@ ORDER = (
     # analysis: reads run directories, and nothing else
     "stats",
     "acceptance",
+    "candidates",
+    "cost",
     "reconciliation",
     "latency",
     "equivalence",
@@ -50,6 +52,8 @@ ANALYSIS = (
     "prometheus",
     "stats",
     "acceptance",
+    "candidates",
+    "cost",
     "reconciliation",
     "latency",
     "equivalence",

@@ -22,6 +22,7 @@ from specnb.charts import Chart
 from specnb.cli import app
 from specnb.config import Plan, read_plan
 from specnb.records import read_run
+from specnb.training import TrainPlan, read_train_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,7 +99,10 @@ def test_the_plan_lines_of_the_readme_are_a_valid_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "data" / "plans").glob("*.yaml")), ids=lambda path: path.stem)
 def test_plans_in_the_repository_are_valid(path: Path) -> None:
-    assert isinstance(read_plan(path), Plan)
+    if path.name.startswith("train-"):
+        assert isinstance(read_train_plan(path), TrainPlan)
+    else:
+        assert isinstance(read_plan(path), Plan)
 
 
 def test_the_modelled_figures_are_those_of_its_run() -> None:
