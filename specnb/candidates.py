@@ -279,7 +279,7 @@ def arm_mechanisms(run: Run) -> pl.DataFrame:
             continue
         facts = drafter_facts(run, arm.name)
         training = facts.get("training")
-        seconds = training.get("training_s") if isinstance(training, Mapping) else None
+        seconds = training.get("train_seconds") if isinstance(training, Mapping) else None
         asked = (arm.speculative.model_extra or {}).get("selector")
         selector = _flag(facts, "selector")
         rows.append(

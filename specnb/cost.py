@@ -20,7 +20,7 @@ from specnb.records import Run
 from specnb.stats import ESTIMATE_SCHEMA, NO_INTERVAL, Floats, Output, cluster_sums, estimate_rows, long_frame
 
 FACT: Final = "fact"
-"""`method` of a value that is a fact of the run's record, not an estimate; its `reason` says where from."""
+"""`method` of a value that is a fact of the run's record, not an estimate: it has no interval and no n."""
 
 WEIGHTLESS: Final = ("ngram", "suffix")
 _NOT_RECORDED: Final = "the run's record does not say"
@@ -86,8 +86,9 @@ def drafter_table(run: Run) -> pl.DataFrame:
 
     Notes
     -----
-    The record is the mapping `training` among the drafter's facts: gpu_hours, or total_s (all stages;
-    else training_s, steps alone) with num_gpus; num_tokens, hardware, gpu_hour_price.
+    The record is the mapping `training` among the drafter's facts, with the keys of a checkpoint's
+    training.json: gpu_hours (corpus and steps), corpus.training_answer_tokens, hardware.device,
+    gpu_hour_price.
     """
     rows = []
     price = run.plan.price
@@ -96,7 +97,7 @@ def drafter_table(run: Run) -> pl.DataFrame:
         memory, unknown = _memory(facts, mechanism["method"])
         hours, training, missing = _training(facts, mechanism["method"])
         reasons = [*unknown, *missing]
-        own = _number(training, "gpu_hour_price")
+        own = _number(_part(training, "gpu_hour_price"), "gpu_hour")
         hour = own if own is not None else price.gpu_hour if price is not None else None
         cost = hours if not hours else None if hour is None else hours * hour
         if hours and hour is None:
@@ -110,8 +111,8 @@ def drafter_table(run: Run) -> pl.DataFrame:
                 "kv_cache_tokens": _kv_cache_tokens(run, mechanism["arm"]),
                 "baseline_kv_cache_tokens": _kv_cache_tokens(run, run.plan.baseline.name),
                 "training_gpu_hours": hours,
-                "training_tokens": _whole(training, "num_tokens"),
-                "training_hardware": training.get("hardware"),
+                "training_tokens": _whole(_part(training, "corpus"), "training_answer_tokens"),
+                "training_hardware": _part(training, "hardware").get("device"),
                 "training_hour_price": hour if own is not None else None,
                 "training_cost": cost,
                 "currency": price.currency if price is not None else None,
@@ -179,7 +180,7 @@ def payback_table(run: Run, speedups: pl.DataFrame) -> pl.DataFrame:
         drafter = table.get(row["arm"])
         reason = _no_payback(run, drafter, row)
         if reason is None and drafter is not None and drafter["training_gpu_hours"] == 0:
-            rows.append({**found, "value": 0.0, "method": FACT, "reason": "nothing was trained"})
+            rows.append({**found, "value": 0.0, "method": FACT})
         elif reason is not None or drafter is None:
             rows.append({**found, "reason": reason})
         else:
@@ -252,7 +253,7 @@ def drafter_frame(
                     "n_clusters": 0,
                     "level": 0.95,
                     "method": FACT,
-                    "reason": drafter["reason"] if value is None else "from the run's record",
+                    "reason": _NOT_RECORDED if value is None else None,
                 }
             )
     by: dict[str, pl.DataType] = {"arm": pl.String(), "sampling": pl.String()}
@@ -332,7 +333,8 @@ def _memory(facts: Mapping[str, Any], method: str) -> tuple[dict[str, int | None
     if size is not None and found["num_parameters"] is not None:
         # As served: a checkpoint stored in another type is converted when it is loaded.
         found["weight_bytes"] = found["num_parameters"] * size
-    return found, [f"{name}: {_NOT_RECORDED}" for name, value in found.items() if value is None]
+    unknown = [name for name, value in found.items() if value is None]
+    return found, [f"{', '.join(unknown)}: {_NOT_RECORDED}"] if unknown else []
 
 
 def _training(facts: Mapping[str, Any], method: str) -> tuple[float | None, Mapping[str, Any], list[str]]:
@@ -342,14 +344,10 @@ def _training(facts: Mapping[str, Any], method: str) -> tuple[float | None, Mapp
     if method in WEIGHTLESS:
         return 0.0, training, []
     hours = _number(training, "gpu_hours")
-    seconds = _number(training, "total_s")
-    seconds = seconds if seconds is not None else _number(training, "training_s")
-    if hours is None and seconds is not None:
-        gpus = _number(training, "num_gpus")
-        hours = seconds * (1.0 if gpus is None else gpus) / 3600
-    if hours is None:
-        return None, training, ["training_gpu_hours: the drafter's record states no training"]
-    return hours, training, []
+    if hours is not None:
+        return hours, training, []
+    said = "names no hours of a GPU" if training else "tells of no training"
+    return None, training, [f"training_gpu_hours: the drafter's record {said}"]
 
 
 def _no_payback(run: Run, drafter: Mapping[str, Any] | None, row: Mapping[str, Any]) -> str | None:
@@ -369,8 +367,8 @@ def _no_payback(run: Run, drafter: Mapping[str, Any] | None, row: Mapping[str, A
         return "the speedup's interval includes 1 at this load"
     if _price_ratio(run, drafter) is None:
         return (
-            f"trained on {drafter['training_hardware'] or 'hardware that is not recorded'} and measured on "
-            f"{_hardware(run)}: a price in the training plan and one in this plan would join the two"
+            f"trained on {drafter['training_hardware'] or 'unknown hardware'}, measured on {_hardware(run)}: "
+            "needs the price of both"
         )
     return None
 
@@ -403,6 +401,11 @@ def _kv_cache_tokens(run: Run, arm: str) -> int | None:
     """Fewest tokens that an arm's servers had room for, from their logs."""
     sizes = [(cell.get("server") or {}).get("kv_cache_tokens") for cell in run.cells if cell["arm"] == arm]
     return min((int(size) for size in sizes if size), default=None)
+
+
+def _part(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = facts.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _number(facts: Mapping[str, Any], name: str) -> float | None:

@@ -461,6 +461,53 @@ def _candidates_of(run: Run) -> str:
     return f"Greedy answers. {'; '.join(parts)}."
 
 
+def drafters(frame: pl.DataFrame) -> View:
+    """What each drafter is, one column a drafter, and below it what the run's record does not hold.
+
+    Parameters
+    ----------
+    frame
+        `cost.drafter_table`.
+    """
+    if frame.is_empty():
+        text = "The run holds no arm that speculates."
+        return View(html=f"<p>{text}</p>", text=text)
+    currency = next((name for name in frame["currency"] if name), "")
+    words = {
+        "label": "drafter",
+        "method": "method",
+        "num_speculative_tokens": "drafts a step (K)",
+        "selector": "path selector",
+        "convolution": "convolution",
+        "num_parameters": "parameters",
+        "weight_bytes": "bytes of weights, as served",
+        "kv_bytes_per_token": "bytes of keys and values a context token",
+        "kv_cache_tokens": "tokens of room in the server's cache",
+        "baseline_kv_cache_tokens": "the same without a drafter",
+        "training_gpu_hours": "GPU hours of training",
+        "training_tokens": "answer tokens trained on",
+        "training_hardware": "trained on",
+        "training_cost": f"cost of training ({currency or 'no price'})",
+    }
+    rows = list(frame.iter_rows(named=True))
+    kept = [name for name in words if any(row[name] is not None for row in rows)]
+    heads = '<th scope="col"></th>' + "".join(f'<th scope="col">{_escape(row["arm"])}</th>' for row in rows)
+    body = "".join(
+        f'<tr><th scope="row">{_escape(words[name])}</th>'
+        + "".join(_cell(name, row) for row in rows)
+        + "</tr>"
+        for name in kept
+    )
+    notes = [f"{row['arm']}: not known: {row['reason']}" for row in rows if row["reason"]]
+    listed = "".join(f"<li>{_escape(note)}</li>" for note in notes)
+    return View(
+        html='<div class="specnb-scroll" tabindex="0"><table><caption>drafters of this run</caption>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+        + (f"<ul>{listed}</ul>" if notes else ""),
+        text="\n".join([f"drafters of this run\n{frame}", *notes]),
+    )
+
+
 def mechanisms(run: Run, gains: pl.DataFrame) -> View:
     """What selector and convolution do, in sentences, or why the run can't tell.
 

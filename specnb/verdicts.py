@@ -46,6 +46,7 @@ from specnb.latency import latency_quantiles, speedup_table
 from specnb.prometheus import INACTIVE
 from specnb.reconciliation import IN_PROCESS, client_limited_cells, prefix_cache_table, server_tokens
 from specnb.records import Run
+from specnb.schema import ENTROPY_TIERS
 from specnb.stats import Estimate, cluster_bootstrap, cluster_sums, wilson_estimate
 
 VERDICT_SCHEMA_VERSION: Final = 1
@@ -905,6 +906,7 @@ def _drafter_claim(run: Run, arm: Arm, references: Sequence[str], question: str,
         level=policy.level,
         rng=_generator(policy, "drafters", arm.name),
     ).to_dicts()
+    tiers.sort(key=lambda row: (ENTROPY_TIERS.index(row["entropy_tier"]), row["entropy_tier"]))
     if not tiers:
         reason = f"no prompt was answered by both {arm.name} and {reference}"
         return _without_estimate(arm.name, question, "drafters", reason)
