@@ -22,6 +22,9 @@ from specnb.stats import ESTIMATE_SCHEMA, NO_INTERVAL, Floats, Output, cluster_s
 FACT: Final = "fact"
 """`method` of a value that is a fact of the run's record, not an estimate: it has no interval and no n."""
 
+PUBLISHED: Final = "published"
+"""`method` of a value that its authors claim and nothing here measured."""
+
 WEIGHTLESS: Final = ("ngram", "suffix")
 _NOT_RECORDED: Final = "the run's record does not say"
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -115,7 +118,11 @@ def drafter_table(run: Run) -> pl.DataFrame:
                 "training_hardware": _part(training, "hardware").get("device"),
                 "training_hour_price": hour if own is not None else None,
                 "training_cost": cost,
-                "currency": price.currency if price is not None else None,
+                "currency": _part(training, "gpu_hour_price").get("currency")
+                if own is not None
+                else price.currency
+                if price is not None
+                else None,
                 "reason": "; ".join(reasons) or None,
             }
         )
@@ -221,7 +228,8 @@ def drafter_frame(
         arm, sampling, then `stats.ESTIMATE_SCHEMA`, by `metric`: mean_acceptance_length,
         tokens_per_target_step, "speedup at concurrency N" for each N, num_parameters, weight_bytes,
         training_gpu_hours (the last three are facts, the same in every sampling setting), and
-        "payback_tokens at concurrency N" for the lowest N. Arms that do not speculate have no row.
+        "payback_tokens at concurrency N" for the lowest N. Arms that do not speculate have no row. Last
+        come the released pair's figures (`released_pair`), with the method `PUBLISHED`.
     """
     arms = drafters["arm"].to_list()
     kept = pl.col("arm").is_in(arms)
@@ -259,9 +267,35 @@ def drafter_frame(
     by: dict[str, pl.DataType] = {"arm": pl.String(), "sampling": pl.String()}
     stacked = pl.concat([lengths, headline, long_frame(facts, by=by), paid])
     places = {arm: place for place, arm in enumerate(arms)}
-    return stacked.sort(
+    measured = stacked.sort(
         pl.col("arm").replace_strict(places, return_dtype=pl.Int64), "sampling", maintain_order=True
     )
+    return pl.concat([measured, _released_rows(by)])
+
+
+def _released_rows(by: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    """The released pair in the shape of `drafter_frame`, each value with the method `PUBLISHED`."""
+    rows = []
+    for (workload,), group in released_pair().group_by(["workload"], maintain_order=True):
+        values = {"mean_acceptance_length": group["published_acceptance_length"][0]}
+        for concurrency, speedup in group.select("concurrency", "published_speedup").iter_rows():
+            values[f"speedup at concurrency {concurrency}"] = speedup
+        values["num_parameters"] = float(RELEASED_NUM_PARAMETERS)
+        values["weight_bytes"] = 2.0 * RELEASED_NUM_PARAMETERS
+        rows += [
+            {
+                "arm": f"released pair, {workload}",
+                "sampling": "temperature 1",
+                "metric": metric,
+                "value": value,
+                "n": 0,
+                "n_clusters": 0,
+                "level": 0.95,
+                "method": PUBLISHED,
+            }
+            for metric, value in values.items()
+        ]
+    return long_frame(rows, by=by)
 
 
 def paired_yield(

@@ -992,10 +992,11 @@ def _estimate_cell(row: Mapping[str, Any] | None, *, not_speculating: bool = Fal
         return '<td class="specnb-num">n/a<br><small>not speculating</small></td>'
     if row["value"] is None:
         return f'<td class="specnb-num">n/a<br><small>{_escape(row["reason"])}</small></td>'
-    if row.get("method") == cost.FACT:
-        return (
-            f'<td class="specnb-num">{_number(row["value"])}<br><small>{_escape(row["reason"])}</small></td>'
-        )
+    if row.get("method") in (cost.FACT, cost.PUBLISHED):
+        value = row["value"]
+        text = _number(int(value) if value == int(value) else value)
+        claimed = "<br><small>published, not measured</small>" if row["method"] == cost.PUBLISHED else ""
+        return f'<td class="specnb-num">{text}{claimed}</td>'
     interval = (
         f"[{_number(row['low'])}, {_number(row['high'])}]"
         if row["low"] is not None

@@ -204,7 +204,7 @@ def lab(small_run, tmp_path_factory):
 
 
 def test_jupyterlab_draws_the_charts_with_its_own_renderer(lab, browser):
-    context = browser.new_context(viewport={"width": 1300, "height": 9000})
+    context = browser.new_context(viewport={"width": 1300, "height": 16000})
     page = context.new_page()
     foreign = []
     page.on(
@@ -221,13 +221,13 @@ def test_jupyterlab_draws_the_charts_with_its_own_renderer(lab, browser):
     page.click("text=Run")
     page.click("text=Run All Cells")
     page.wait_for_selector("text=analysed by revision", timeout=120_000)
-    page.wait_for_function("document.querySelectorAll('.vega-embed svg').length >= 8", timeout=60_000)
+    page.wait_for_function("document.querySelectorAll('.vega-embed svg').length >= 14", timeout=60_000)
     marks = page.eval_on_selector_all(
         ".vega-embed", "found => found.map(e => e.querySelectorAll('svg .role-mark path').length)"
     )
     errors = page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count()
     context.close()
-    assert len(marks) == 8
+    assert len(marks) == 14
     assert min(marks) >= 2
     assert errors == 0
     assert foreign == []

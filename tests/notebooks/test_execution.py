@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from specnb import notebook, report, verdicts
@@ -39,6 +40,7 @@ def test_every_notebook_runs_to_its_end(small_report):
         ("03_hit_rate_by_entropy", verdicts.entropy_verdict),
         ("04_speedup_by_concurrency", verdicts.speedup_verdict),
         ("05_output_equivalence", verdicts.equivalence_verdict),
+        ("09_drafter_comparison", verdicts.drafter_verdict),
         ("00_verdict", verdicts.final_verdict),
     ],
 )
@@ -114,22 +116,37 @@ def test_sources_are_untouched(small_report):
 def test_a_run_without_drafts_says_so_on_every_page(simulated_run, tmp_path):
     """The claims turn: nothing was drafted, so nothing is supported and no chart is silently blank."""
     run = simulated_run(prompts_per_cell=6, concurrency=(1,), max_tokens=16, no_drafts=True)
-    result = report.build_report(run.path, notebooks=["02", "03", "05"], out_dir=tmp_path / "out")
+    result = report.build_report(run.path, notebooks=["02", "03", "05", "09"], out_dir=tmp_path / "out")
     assert result.failed == ()
     for name in ("02_suffix_decay", "03_hit_rate_by_entropy"):
         text = page(result, name)
         assert ">inconclusive</span>" in text
         assert "Nothing to draw" in text
+    assert ">inconclusive</span>" in page(result, "09_drafter_comparison")
     assert ">vacuous</span>" in page(result, "05_output_equivalence")
 
 
+def test_a_run_from_before_the_ranks_says_so(simulated_copy, tmp_path):
+    path = simulated_copy(prompts_per_cell=6, concurrency=(1,), max_tokens=16)
+    for file in path.glob("cells/*/positions.parquet"):
+        pl.read_parquet(file).drop("in_answer", "answer_rank").write_parquet(file)
+    result = report.build_report(path, notebooks=["02"], out_dir=tmp_path / "out")
+    assert result.failed == ()
+    text = html.unescape(page(result, "02_suffix_decay"))
+    assert "No candidate is known: the run was recorded before the answer's ranks were" in text
+    assert "The run can't tell what either part does" in text
+    assert "Nothing to draw: no two arms differ in a mechanism alone" in text
+
+
 GOOD = {
+    "arms": {"draft": {}, "lookup": {"method": "ngram", "conditional_rates": (0.3,)}},
     "conditional_rates": (0.95, 0.85, 0.7, 0.55),
     "entropy_slope": 1.5,
     "step_token_s": 0.0001,
     "score": 0.9,
 }
 AGAINST = {
+    "arms": {"draft": {}, "lookup": {"method": "ngram", "conditional_rates": (0.9,)}},
     "conditional_rates": (0.3, 0.5, 0.7, 0.9),
     "entropy_slope": -1.5,
     "speed_factor": 0.3,
@@ -140,8 +157,14 @@ AGAINST = {
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (GOOD, ("adopt", "supported", "supported", "supported", "equivalent")),
-        (AGAINST, ("do not adopt", "not supported", "not supported", "not supported", "not equivalent")),
+        (GOOD, ("adopt", "supported", "supported", "supported", "equivalent", "supported")),
+        (
+            AGAINST,
+            (
+                *("do not adopt", "not supported", "not supported", "not supported", "not equivalent"),
+                "not supported",
+            ),
+        ),
     ],
     ids=["built for the claims", "built against the claims"],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from specnb import charts, latency, notebook
+from specnb import candidates, charts, cost, latency, notebook
 from specnb.errors import RecordError
 from specnb.stats import Estimate
 from specnb.verdicts import Claim
@@ -331,3 +331,79 @@ def test_every_arm_stacks_what_a_function_says_of_each(simulated_run):
     assert notebook.every_arm(estimate, run, offset=1).rows() == [(4, "one"), (4, "two")]
     with_control = notebook.every_arm(estimate, run, baseline=True)
     assert with_control["arm"].to_list() == ["baseline", "one", "two"]
+
+
+# Drafters and their parts
+
+
+@pytest.fixture(scope="module")
+def parts(simulated_run):
+    arms = {
+        "full": {"selector": True, "convolution": True, "alpha": 0.8, "label": EVIL, "num_parameters": 1000},
+        "flat": {"selector": True, "convolution": False, "alpha": 0.5},
+        "lookup": {"method": "ngram", "alpha": 0.2},
+    }
+    return simulated_run(arms=arms, prompts_per_cell=12, concurrency=(1,), repeats=1)
+
+
+def test_the_table_of_drafters_has_a_column_each_and_lists_what_is_unknown(parts):
+    view = notebook.drafters(cost.drafter_table(parts))
+    assert [f">{name}</th>" in view.html for name in ("full", "flat", "lookup")] == [True] * 3
+    assert "<td>yes</td><td>no</td>" in view.html
+    assert EVIL not in view.html
+    assert "&lt;script&gt;" in view.html
+    assert "flat: not known: num_parameters, weight_bytes, kv_bytes_per_token: the run" in view.text
+    assert "server" not in view.html.split("<tbody>")[1].split("</tbody>")[0]
+    assert (
+        notebook.drafters(cost.drafter_table(parts).clear()).text == "The run holds no arm that speculates."
+    )
+
+
+def test_facts_stand_without_an_interval(parts):
+    frame = pl.DataFrame(
+        [
+            {
+                "arm": "full",
+                "metric": "num_parameters",
+                "value": 19e6,
+                "n": 0,
+                "level": 0.95,
+                "method": cost.FACT,
+            }
+        ]
+    ).with_columns(pl.lit(None, pl.Float64).alias("low"), pl.lit(None, pl.String).alias("reason"))
+    page = notebook.metric_table(frame, caption="facts").html
+    assert '<td class="specnb-num">19,000,000</td>' in page
+    claimed = frame.with_columns(pl.lit(cost.PUBLISHED).alias("method"))
+    page = notebook.metric_table(claimed, caption="claims").html
+    assert "19,000,000<br><small>published, not measured</small>" in page
+
+
+def test_which_arm_keeps_candidates_is_said(parts, run):
+    text = notebook.candidates_known(parts).text
+    assert "lookup: the drafter keeps no candidates" in text
+    assert "places lie in the answer" in text
+    assert "No candidate is known" not in text
+
+
+def test_a_run_without_candidates_says_why(simulated_run):
+    lone = simulated_run(
+        arms={"lookup": {"method": "ngram"}}, prompts_per_cell=6, concurrency=(1,), max_tokens=16
+    )
+    assert notebook.candidates_known(lone).text == "No candidate is known: no arm's drafter keeps candidates."
+
+
+def test_mechanisms_are_sentences_or_a_reason(parts, run, rng):
+    def view(of):
+        pairs = candidates.mechanism_pairs(candidates.arm_mechanisms(of))
+        return notebook.mechanisms(of, candidates.mechanism_gains(of.labelled("steps"), pairs, rng=rng))
+
+    assert "convolution (full against flat, greedy): the acceptance length is longer" in view(parts).text
+    assert "tells of no arm whether it has a path selector or a convolution" in view(run).text
+
+
+def test_published_figures_are_marked_as_claims():
+    view = notebook.released_pair()
+    assert view.text.startswith("Published claims, not measured by specnb")
+    assert "published claims, not measured" in view.html
+    assert cost.RELEASED_SOURCE in view.html

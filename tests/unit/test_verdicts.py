@@ -21,6 +21,7 @@ from specnb.stats import Estimate
 from specnb.verdicts import (
     Claim,
     Policy,
+    drafter_verdict,
     entropy_verdict,
     equivalence_verdict,
     final_verdict,
@@ -961,3 +962,60 @@ def test_a_policy_is_read_as_strictly_as_a_plan(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(PlanError, match="can't read the policy"):
         read_policy(tmp_path / "none.yaml")
+
+
+# Drafters beside each other
+
+LOOKUP = {"method": "ngram", "alpha": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("draft", "lookup", "verdict", "said"),
+    [
+        ({"alpha": 0.8}, LOOKUP, "supported", "more tokens a target step than lookup in every tier"),
+        ({"alpha": 0.2}, {**LOOKUP, "alpha": 0.8}, "not supported", "fewer tokens a target step than lookup"),
+        (
+            {"alpha": 0.6},
+            {**LOOKUP, "alpha_by_tier": {"low": 0.85, "high": 0.2}},
+            "not supported",
+            "fewer tokens a target step than lookup (low)",
+        ),
+        ({"alpha": 0.5}, {**LOOKUP, "alpha": 0.5}, "inconclusive", "the data do not show"),
+    ],
+    ids=["ahead", "behind", "ahead in one tier alone", "alike"],
+)
+def test_a_drafter_with_weights_has_to_yield_more_than_one_without(
+    simulated_run: Runs, draft: Any, lookup: Any, verdict: str, said: str
+) -> None:
+    run = simulated_run(arms={"draft": draft, "lookup": lookup}, prompts_per_cell=20, concurrency=(1,))
+    claim = one(drafter_verdict(run))
+    assert (claim.arm, claim.verdict, claim.chart) == ("draft", verdict, "drafters")
+    assert said in claim.sentence
+    assert "supported above 0 in every tier" in claim.sentence
+    assert [reason.split(":")[0] for reason in claim.reasons] == ["low", "high"]
+    assert claim.estimate is not None
+    assert claim.estimate.n == claim.n > 100
+
+
+def test_drafters_that_can_t_be_compared_are_inconclusive_with_a_reason(simulated_run: Runs) -> None:
+    small = {"prompts_per_cell": 6, "concurrency": (1,), "max_tokens": 16}
+    alone = one(drafter_verdict(simulated_run(**small)))
+    assert alone.verdict == "inconclusive"
+    assert "no drafter without weights to compare with" in alone.sentence
+    lookup = one(drafter_verdict(simulated_run(arms={"lookup": {"method": "ngram"}}, **small)))
+    assert (lookup.arm, lookup.verdict) == ("lookup", "inconclusive")
+    assert "no drafter with weights to judge" in lookup.sentence
+    assert drafter_verdict(simulated_run(arms={}, **small)) == ()
+
+
+def test_a_modelled_drafter_is_not_compared(simulated_run: Runs) -> None:
+    run = simulated_run(
+        arms={"draft": {}, "lookup": LOOKUP},
+        modelled=True,
+        prompts_per_cell=6,
+        concurrency=(1,),
+        max_tokens=16,
+    )
+    claim = one(drafter_verdict(run))
+    assert claim.verdict != "supported"
+    assert claim.estimate is None
