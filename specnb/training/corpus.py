@@ -377,8 +377,8 @@ def _answered(
         counts["answer_tokens"] += len(ids)
         found.append((prompts[number], ids, temperature, _digest(turn), KINDS.index(turn.kind)))
         text = chat.text(ids)
-        # Short exchanges only, so that a second question and its answer still fit.
-        if not turn.history and text.strip() and len(prompts[number]) + len(ids) < settings.max_length // 2:
+        # Short exchanges only: the longest row of a batch sets the width of all.
+        if not turn.history and text.strip() and len(prompts[number]) + len(ids) < settings.max_length // 4:
             state.pairs.append([*conversations[number], {"role": "assistant", "content": text.strip()}])
     return rows_from(found, target)
 

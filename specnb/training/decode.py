@@ -116,6 +116,15 @@ def register_attention() -> str:
     return ATTENTION
 
 
+def vocabulary_logits(states: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """Logits in float32 from normed hidden states [n, hidden] and the head [vocabulary, hidden].
+
+    A bfloat16 product would round logits near 20 to steps of 0.125, and ties would decide what is greedy.
+    """
+    with torch.autocast(states.device.type, enabled=False):
+        return states.to(head.dtype).float() @ head.float().T
+
+
 @torch.inference_mode()
 def generate(
     model: Any,
@@ -211,23 +220,21 @@ def _forward(
     """Logits of each row's last token, [rows, vocabulary]."""
     mask = torch.zeros(visible.shape, dtype=model.dtype, device=ids.device)
     mask.masked_fill_(~visible, torch.finfo(model.dtype).min)
-    out = model(
+    out = model.get_decoder()(
         input_ids=ids,
         position_ids=positions,
         attention_mask=mask,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
     )
-    last: torch.Tensor = out.logits[:, -1]
-    return last
+    return vocabulary_logits(out.last_hidden_state[:, -1], model.get_output_embeddings().weight)
 
 
 def _pick(logits: torch.Tensor, heat: torch.Tensor, top_p: float, random: torch.Generator) -> torch.Tensor:
     """Next token of each row, [rows]: the most probable one where heat is 0, else a draw."""
     width = min(SAMPLING_CANDIDATES, logits.shape[-1])
     values, candidates = logits.topk(width, dim=-1)
-    law = torch.softmax(values.float() / heat.clamp(min=1e-3)[:, None], dim=-1)
+    law = torch.softmax(values / heat.clamp(min=1e-3)[:, None], dim=-1)
     # The token that crosses top_p stays, as in the usual definition.
     law = law.masked_fill(law.cumsum(dim=-1) - law >= top_p, 0.0)
     noise = torch.empty_like(law).exponential_(generator=random)

@@ -173,8 +173,8 @@ def _curve_table(curves: Sequence[Mapping[str, Any]]) -> list[str]:
         shown = found[stride - 1 :: stride]
         lines += [
             f"| {line['leg']} | {line['step']} | {line['seconds']:.0f} | {kind} | {line['loss']:.3f} "
-            f"| {line['eal']:.3f} | {line['argmax_eal']:.3f} | {line['oracle_al']:.3f} | {line['recall']:.3f} "
-            f"| {line.get('step_ms', '')} |"
+            f"| {line['eal']:.3f} | {line['argmax_eal']:.3f} | {line['oracle_al']:.3f} "
+            f"| {line['recall']:.3f} | {line.get('step_ms', '')} |"
             for line in shown
         ]
     return lines

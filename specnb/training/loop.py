@@ -54,6 +54,8 @@ class TeacherParts:
         size = bytes_per_token(target, taps)
         room = plan.training.teacher_gib * 2**30
         if target.device.type == "cuda":
+            # What decoding left in the allocator's hands counts as free only after this.
+            torch.cuda.empty_cache()
             room = min(room, _SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(target.device)[0])
         num_parts = max(1, math.ceil(int(corpus.training.lengths.sum()) * size / room))
         # Shuffled once, so that every part is like the whole.

@@ -10,6 +10,7 @@ pass that never keeps the vocabulary's logits for the backward (tested to be equ
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from specnb.errors import EngineError, PlanError
+from specnb.training.decode import vocabulary_logits
 from specnb.training.plan import DrafterPlan
 from specnb.training.target import TargetModel, TeacherStates
 
@@ -70,7 +72,10 @@ def speculators_parts() -> Any:
     """
     logging.getLogger("speculators").setLevel(logging.ERROR)
     try:
-        from speculators.models.dflash2 import model_definitions
+        with warnings.catch_warnings():
+            # Its imports reach parts of torch that announce their own end.
+            warnings.simplefilter("ignore")
+            from speculators.models.dflash2 import model_definitions
     except ImportError as error:
         raise EngineError(f"training needs speculators ({error}); pip install 'specnb[train]'") from error
     return model_definitions
@@ -190,7 +195,7 @@ class TrainedDrafter(nn.Module):
             # A token outside the candidates takes the weakest one's place, so that there is a label.
             choices[:, -1] = torch.where(held, choices[:, -1], truth)
             label = torch.where(held, rank, self.top_k - 1)
-            own_rows = torch.bmm(head[choices], hidden.to(head.dtype).unsqueeze(2)).squeeze(2).float()
+            own_rows = (head[choices].float() * hidden.float()[:, None]).sum(dim=2)
             before = batch.block_ids[:, :, :-1].flatten()
             edges = self.candidate_selector.transition_scores(hidden, before, choices).float()
             scores = own_rows + edges
@@ -211,11 +216,11 @@ class TrainedDrafter(nn.Module):
         """Token drafted in each slot if all before it in the block are the true ones, [R, A, B - 1]."""
         head = target.head
         flat = hidden.flatten(0, 2)
-        unary, candidates = (flat.to(head.dtype) @ head.T).topk(self.top_k, dim=1)
+        unary, candidates = vocabulary_logits(flat, head).topk(self.top_k, dim=1)
         if self.candidate_selector is None:
             return candidates[:, 0].view(hidden.shape[:3])
         before = batch.block_ids[:, :, :-1].flatten()
-        scores = unary.float() + self.candidate_selector.transition_scores(flat, before, candidates).float()
+        scores = unary + self.candidate_selector.transition_scores(flat, before, candidates).float()
         return candidates.gather(1, scores.argmax(dim=1, keepdim=True)).view(hidden.shape[:3])
 
 
@@ -236,23 +241,24 @@ class _Distil(torch.autograd.Function):
         candidates, truth = [], []
         for start in range(0, len(hidden), _SLOTS_PER_CHUNK):
             piece = slice(start, start + _SLOTS_PER_CHUNK)
-            draft = hidden[piece].to(head.dtype) @ head.T
-            wanted = teacher[piece].to(head.dtype) @ head.T
+            draft = vocabulary_logits(hidden[piece], head)
+            wanted = vocabulary_logits(teacher[piece], head)
             weight = weights[piece]
             candidates.append(draft.topk(top_k, dim=1).indices)
             best = wanted.argmax(dim=1, keepdim=True)
             truth.append(best[:, 0])
-            law = torch.softmax(wanted, dim=1, dtype=torch.float32)
-            guess = torch.softmax(draft, dim=1, dtype=torch.float32)
+            law = torch.softmax(wanted, dim=1)
+            guess = torch.softmax(draft, dim=1)
             # Sum of p (log p - log q) without the logarithms' tables: both normalisers follow from the
             # logit and the probability of one token.
             log_sums = [
-                logits.gather(1, best).float() - table.gather(1, best).log()
+                logits.gather(1, best) - table.gather(1, best).log()
                 for logits, table in ((draft, guess), (wanted, law))
             ]
             difference = wanted.sub_(draft)
-            cross = torch.bmm(difference[:, None], law.to(difference.dtype)[:, :, None]).float()
-            loss += ((cross[:, 0] + log_sums[0] - log_sums[1])[:, 0] * weight).sum()
+            with torch.autocast(hidden.device.type, enabled=False):
+                cross = torch.bmm(difference[:, None], law[:, :, None])[:, 0]
+            loss += ((cross + log_sums[0] - log_sums[1])[:, 0] * weight).sum()
             gradient[piece] = (guess.sub_(law).to(head.dtype) @ head) * weight[:, None].to(head.dtype)
         ctx.save_for_backward(gradient)
         ctx.type = hidden.dtype

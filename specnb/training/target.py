@@ -17,7 +17,7 @@ from specnb.config import DEMO_TARGET
 from specnb.engines.quiet import quiet_transformers
 from specnb.errors import EngineError, PlanError, UnsupportedModelError
 from specnb.provenance import directory_sha256
-from specnb.training.decode import register_attention
+from specnb.training.decode import register_attention, vocabulary_logits
 from specnb.training.plan import TrainPlan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,6 +98,9 @@ def load_target(plan: TrainPlan) -> TargetModel:
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             first = str(error).strip().splitlines()[0]
             raise EngineError(f"target.model: {folder.name} can't be loaded ({first})") from error
+    if device.type == "cuda":
+        # float32 products of bfloat16 values are exact in TF32, and fast.
+        torch.set_float32_matmul_precision("high")
     model = loaded.to(device).eval().requires_grad_(False)
     _refuse_unplain(model, folder.name)
     if tokenizer.chat_template is None:
@@ -150,7 +153,7 @@ def _refuse_unplain(model: Any, name: str) -> None:
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Five layers spread evenly from the second to the third last, fewer for shallow targets."""
-    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    first, last = max(min(1, num_layers - 2), 0), max(num_layers - 3, 0)
     return tuple(sorted({int(value) for value in np.linspace(first, max(first, last), 5).round()}))
 
 
@@ -244,7 +247,7 @@ def teacher_states(
                 ids[line, : lengths[row]] = rows[row]
                 keep[line, : lengths[row]] = True
                 place[line, : lengths[row]] = np.arange(starts[row], starts[row + 1])
-            target.model(input_ids=_to(ids, target.device), use_cache=False, logits_to_keep=1)
+            target.model.get_decoder()(input_ids=_to(ids, target.device), use_cache=False)
             kept = _to(np.flatnonzero(keep), target.device)
             where = _to(place[keep], target.device)
             for slot, layer in enumerate(wanted):
@@ -266,7 +269,7 @@ def greedy_agreement(target: TargetModel, teacher: TeacherStates, *, max_rows: i
     for row in range(min(max_rows, teacher.num_rows)):
         start, stop = int(teacher.starts[row]), int(teacher.starts[row + 1])
         first = start + int(teacher.prompt_lengths[row])
-        logits = target.normed(teacher.states[first - 1 : stop - 1, -1]) @ target.head.T
+        logits = vocabulary_logits(target.normed(teacher.states[first - 1 : stop - 1, -1]), target.head)
         right += int((logits.argmax(dim=-1) == teacher.tokens[first:stop]).sum())
         total += stop - first
     return right / max(total, 1)
