@@ -197,6 +197,8 @@ class DrafterTraining:
 
     def _train(self) -> None:
         settings, state = self._settings, self._state
+        # The target's pass over the corpus is not the leg's time.
+        self._parts.part(self._place(state.step)[0])
         earlier = state.spent_s
         begun = time.perf_counter()
         last_saved = last_validated = last_logged = earlier
