@@ -17,6 +17,20 @@ from specnb.training.model import TrainedDrafter
 
 FACTS = "training.json"
 _CURVE_ROWS = 16
+_CURVE_KEYS = (
+    *("kind", "leg", "step", "seconds", "loss", "eal", "argmax_eal", "oracle_al", "recall", "step_ms"),
+    *("position_top1", "position_recall", "position_selector"),
+)
+_CURVE_NOTE = (
+    "Means since the line before (training) or over all held-out rows (validation). EAL: expected acceptance "
+    "length of the selector's path, bonus token included; argmax: of the unary scores alone; oracle: if "
+    "every token among the candidates were picked."
+)
+# What a continued checkpoint keeps of the training before it.
+_CARRIED = (
+    *("name", "label", "seed", "legs", "corpus", "hardware", "versions", "train_seconds", "gpu_hours"),
+    *("curves", "results", "init"),
+)
 
 
 def publish(
@@ -50,9 +64,9 @@ def publish(
         (aside / "config.json").write_text(json.dumps(drafter.published_config, indent=1) + "\n")
         _save_shards(_tensors(drafter), aside, shard_bytes)
         digests = {path.name: file_sha256(path) for path in sorted(aside.iterdir())}
-        content = {**facts, "files": digests}
+        content = {**facts, "curves": thinned(curves), "files": digests}
         (aside / FACTS).write_text(json.dumps(content, indent=1) + "\n")
-        (aside / "README.md").write_text(model_card(content, drafter.published_config, curves))
+        (aside / "README.md").write_text(model_card(content, drafter.published_config))
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     except OSError as error:
@@ -90,9 +104,27 @@ def _save_shards(tensors: Mapping[str, torch.Tensor], folder: Path, limit: int) 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def model_card(
-    facts: Mapping[str, Any], config: Mapping[str, Any], curves: Sequence[Mapping[str, Any]]
-) -> str:
+def earlier_trainings(folder: Path) -> list[dict[str, Any]]:
+    """Facts of the trainings that a checkpoint went through, oldest first; none where it holds no facts."""
+    path = folder / FACTS
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    return [*found.get("earlier", []), {key: found[key] for key in _CARRIED if key in found}]
+
+
+def thinned(curves: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """At most 16 lines of each kind, evenly spread, the last one included; what a curve's table shows."""
+    kept = []
+    for kind in ("training", "validation"):
+        found = [line for line in curves if line["kind"] == kind]
+        stride = max(1, -(-len(found) // _CURVE_ROWS))
+        chosen = found[::-1][::stride][::-1]
+        kept += [{key: line[key] for key in _CURVE_KEYS if key in line} for line in chosen]
+    return kept
+
+
+def model_card(facts: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The checkpoint's README.md: what it is, what it was trained on, and what it reached."""
     own = config["dflash_config"]
     corpus = facts["corpus"]
@@ -142,7 +174,16 @@ def model_card(
             f"| {number} | {leg['steps']:,} | {leg['seconds']:.0f} "
             f"| {settings['rows']} x {settings['anchors']} | {rule} | {begun} |"
         )
-    lines += ["", "## Curves", "", *_curve_table(curves), "", "## Results", "", *_results(facts)]
+    lines += ["", "## Curves", "", _CURVE_NOTE, "", *_curve_table(facts["curves"])]
+    lines += ["", "## Results", "", *_results(facts)]
+    for number, attempt in enumerate(facts.get("earlier", ())):
+        seconds = f"{attempt['train_seconds']:.0f} s"
+        lines += [
+            "",
+            f"## Earlier training {number}: {attempt['name']}, seed {attempt['seed']}, {seconds}",
+            "",
+        ]
+        lines += [*_curve_table(attempt["curves"]), "", *_results(attempt)]
     return "\n".join(lines) + "\n"
 
 
@@ -159,25 +200,16 @@ def _selector(own: Mapping[str, Any]) -> str:
 
 
 def _curve_table(curves: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [
-        "Means since the line before (training) or over all held-out rows (validation). EAL: expected "
-        "acceptance length of the selector's path, bonus token included; argmax: of the unary scores alone; "
-        "oracle: if every token among the candidates were picked.",
-        "",
+    return [
         "| leg | step | seconds | on | loss | EAL | argmax | oracle | recall | ms a step |",
         "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for kind in ("training", "validation"):
-        found = [line for line in curves if line["kind"] == kind]
-        stride = max(1, -(-len(found) // _CURVE_ROWS))
-        shown = found[stride - 1 :: stride]
-        lines += [
-            f"| {line['leg']} | {line['step']} | {line['seconds']:.0f} | {kind} | {line['loss']:.3f} "
+        *(
+            f"| {line['leg']} | {line['step']} | {line['seconds']:.0f} | {line['kind']} | {line['loss']:.3f} "
             f"| {line['eal']:.3f} | {line['argmax_eal']:.3f} | {line['oracle_al']:.3f} "
             f"| {line['recall']:.3f} | {line.get('step_ms', '')} |"
-            for line in shown
-        ]
-    return lines
+            for line in curves
+        ),
+    ]
 
 
 def _results(facts: Mapping[str, Any]) -> list[str]:

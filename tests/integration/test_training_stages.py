@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny_target
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from specnb.drafters.checkpoints import open_checkpoint
 from specnb.errors import PlanError
 from specnb.training import TrainPlan, train
 from specnb.training.corpus import KINDS, ChatFormat, build_corpus, rows_from
@@ -421,6 +422,9 @@ def test_ablations_are_published_without_the_keys_of_what_they_lack(
     assert ("conv_kernel_size" in own) == bool(conv)
     assert ("selector_rank" in own) == bool(rank)
     assert config["architectures"] == ["DFlash2DraftModel" if conv or rank else "DFlashDraftModel"]
+    opened = open_checkpoint(model)
+    assert bool(opened.config.conv_kernel_size) == bool(conv)
+    assert bool(opened.config.selector_rank) == bool(rank)
     index = json.loads((model / "model.safetensors.index.json").read_text())
     names = set(index["weight_map"])
     assert any("conv" in name for name in names) == bool(conv)
@@ -440,7 +444,12 @@ def test_training_begins_from_a_published_checkpoint(
         "init": str(trained / "drafters" / "dflash2" / "model"),
     }
     reuse = {"reuse": str(trained / "corpus"), "held_out": 8}
-    plan = toy_plan(target_folder, drafters=[drafter], corpus=reuse)
+    short = {"steps": 2, "rows": 2, "anchors": 2}
+    plan = toy_plan(target_folder, drafters=[drafter], corpus=reuse, training=short)
+    continued = train(plan, tmp_path / "out") / "drafters" / "dflash2" / "model"
+    facts = json.loads((continued / "training.json").read_text())
+    assert [leg["steps"] for leg in facts["earlier"][0]["legs"]] == [12]
+    assert "## Earlier training 0: toy, seed 0" in (continued / "README.md").read_text()
     corpus = build_corpus(plan, target, tmp_path / "none")
     parts = TeacherParts(plan, target, corpus, (1,), lambda line: None)
     config = published_config(plan.drafters[0], target, (1,))
@@ -448,3 +457,27 @@ def test_training_begins_from_a_published_checkpoint(
     published = load_file(trained / "drafters" / "dflash2" / "model" / "model.safetensors")
     for name, value in made.model.named_parameters():
         assert torch.equal(value.detach(), published[name].float())
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recorded_step_trains_as_a_plain_one_does(
+    trained: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    losses = []
+    for graph in (False, True):
+        plan = toy_plan(
+            target_folder,
+            device="cuda",
+            training={"steps": 40, "rows": 4, "anchors": 3, "log_steps": 10, "graph": graph},
+            corpus={"reuse": str(trained / "corpus"), "held_out": 8},
+        )
+        out = train(plan, tmp_path / str(graph), say=said.append)
+        lines = read_metrics(out / "drafters" / "dflash2")
+        losses.append([line["loss"] for line in lines if line["kind"] == "training"])
+    assert not any("can't be recorded" in line for line in said)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
