@@ -30,6 +30,7 @@ SECOND: Final = "DFlash2DraftModel"
 PLAIN: Final = "DFlashDraftModel"
 NUM_CANDIDATES: Final = 16
 DEFAULT_BLOCK_SIZE: Final = 16
+RECORD: Final = "training.json"
 _INDEX = "model.safetensors.index.json"
 FLOATS: Final = {"F32": 4, "BF16": 2, "F16": 2}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -160,6 +161,21 @@ class Checkpoint:
         """Bytes of the weights as stored."""
         shapes = self.config.shapes()
         return sum(math.prod(shapes[name]) * FLOATS[kind] for name, kind in self.dtypes.items())
+
+    def training(self) -> dict[str, Any] | None:
+        """What the checkpoint's own record tells of its training, without the curves; None without record.
+
+        Raises
+        ------
+        EngineError
+            The record can't be read.
+        """
+        if not (self.folder / RECORD).is_file():
+            return None
+        found = _json(self.folder, RECORD)
+        if not isinstance(found, dict):
+            raise _refusal(self.folder, f"{RECORD} is no JSON object; remove it")
+        return {key: value for key, value in found.items() if key != "curves"}
 
     def check_fit(self, target: TargetShape, *, num_speculative_tokens: int) -> None:
         """Raises if the drafter can't serve this target with so many drafted tokens.

@@ -95,6 +95,7 @@ class DFlash2:
         self._num_speculative_tokens = num_speculative_tokens
         self._draft_sample_method = draft_sample_method
         self._use_selector = use_selector and checkpoint.config.selector_rank > 0
+        self._training = checkpoint.training()
         self._sha256 = directory_sha256(checkpoint.folder)
         self._model = BlockModel(checkpoint, target)
         self._cache: _ContextCache | None = None
@@ -115,8 +116,9 @@ class DFlash2:
     def describe(self) -> dict[str, Any]:
         """Resolved settings and facts of the checkpoint for the manifest.
 
-        `convolution` and `selector` say what drafts in this arm; `weight_bytes` counts the checkpoint as
-        stored, `kv_bytes_per_token` the drafter's own keys and values of one context position.
+        `convolution` and `selector` say what drafts in this arm; `weight_bytes` counts the weights as loaded
+        (`stored_bytes`: in the files), `kv_bytes_per_token` the drafter's own keys and values of one context
+        position. `training` is the checkpoint's own record, null without one.
         """
         config, checkpoint = self._checkpoint.config, self._checkpoint
         stored = sorted(set(checkpoint.dtypes.values()))
@@ -129,7 +131,8 @@ class DFlash2:
             "block_size": config.block_size,
             "num_layers": config.num_layers,
             "num_parameters": checkpoint.num_parameters,
-            "weight_bytes": checkpoint.num_bytes,
+            "weight_bytes": checkpoint.num_parameters * weights.dtype.itemsize,
+            "stored_bytes": checkpoint.num_bytes,
             "kv_bytes_per_token": weights.kv_bytes_per_token,
             "target_layer_ids": list(config.target_layer_ids),
             "convolution": config.conv_kernel_size > 0,
@@ -143,6 +146,7 @@ class DFlash2:
             "dtype": str(weights.dtype).removeprefix("torch."),
             "stored_dtype": ", ".join(_DTYPE_NAMES[name] for name in stored),
             "sha256": self._sha256,
+            "training": self._training,
         }
 
     @torch.inference_mode()

@@ -322,6 +322,16 @@ def test_damaged_files_are_refused(drafter: Path, name: str) -> None:
     assert re.fullmatch(re.escape(f"speculative.model: {drafter}: ") + line, str(refusal.value))
 
 
+def test_a_training_record_is_read_without_its_curves(drafter: Path) -> None:
+    assert open_checkpoint(drafter).training() is None
+    record = drafter / "training.json"
+    record.write_text('{"seed": 1, "curves": []}')
+    assert open_checkpoint(drafter).training() == {"seed": 1}
+    record.write_text("[]")
+    with pytest.raises(EngineError, match=r"training\.json is no JSON object; remove it"):
+        open_checkpoint(drafter).training()
+
+
 def test_damaged_shards_are_refused(tmp_path: Path, target: Path) -> None:
     folder = save_tiny_drafter(tmp_path / "d", target, num_shards=3)
     shard = folder / "model-00002-of-00003.safetensors"

@@ -461,6 +461,7 @@ def test_candidates_come_best_first_and_the_independent_draft_takes_the_first(
 
 def test_describe_states_what_drafts(tmp_path: Path, small: Path) -> None:
     folder = save_tiny_drafter(tmp_path / "d", small, dtype="bfloat16")
+    (folder / "training.json").write_text('{"gpu_hours": 0.5, "curves": [1, 2]}')
     engine = TransformersEngine(
         dflash_plan(
             small,
@@ -479,7 +480,8 @@ def test_describe_states_what_drafts(tmp_path: Path, small: Path) -> None:
         "block_size": 8,
         "num_layers": 2,
         "num_parameters": parameters,
-        "weight_bytes": 2 * parameters,
+        "weight_bytes": 4 * parameters,
+        "stored_bytes": 2 * parameters,
         "kv_bytes_per_token": 2 * 2 * 2 * 8 * 4,
         "target_layer_ids": [0, 1, 2],
         "convolution": True,
@@ -490,6 +492,7 @@ def test_describe_states_what_drafts(tmp_path: Path, small: Path) -> None:
         "proposal": "one-hot",
         "dtype": "float32",
         "stored_dtype": "bfloat16",
+        "training": {"gpu_hours": 0.5},
     }
     assert second["selector"] is True
     assert second["proposal"] == "one-hot at temperature 0, else over 8 candidates"
