@@ -99,25 +99,34 @@ class ChatFormat:
         self._tokenizer = target.tokenizer
         self._fallback = target.stop_ids[0] if target.stop_ids else 0
 
-    def before_answer(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Prompt ids of a conversation that ends with the user's turn."""
-        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return self._ids(text)
+    def before_answers(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[list[int]]:
+        """Prompt ids of conversations that end with the user's turn."""
+        return self._ids([self._rendered(messages, answer=True) for messages in conversations])
 
-    def before_user(self, history: Sequence[dict[str, str]], opening: str) -> list[int]:
-        """Ids of a conversation up to and with the first words of the next user turn."""
-        messages = [*history, {"role": "user", "content": f"{opening}{_MARK}"}]
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        return self._ids(text[: text.rindex(_MARK)])
+    def before_users(self, begun: Sequence[tuple[list[dict[str, str]], str]]) -> list[list[int]]:
+        """Ids up to and with the first words of the next user turn, for (history, first words)."""
+        texts = []
+        for history, opening in begun:
+            turn = {"role": "user", "content": f"{opening}{_MARK}"}
+            text = self._rendered([*history, turn], answer=False)
+            texts.append(text[: text.rindex(_MARK)])
+        return self._ids(texts)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens."""
-        decoded: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of token ids without special tokens."""
+        decoded: list[str] = self._tokenizer.batch_decode(rows, skip_special_tokens=True)
         return decoded
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids or [self._fallback]
+    def _rendered(self, messages: Sequence[dict[str, str]], *, answer: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answer
+        )
+        return text
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # All at once: the tokenizer then works in parallel.
+        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return [ids or [self._fallback] for ids in found]
 
 
 def build_corpus(
@@ -281,7 +290,7 @@ def _user_turns(
             turns.append(_Turn("self", [], "", False))
     unfinished = [turn for turn in turns if not turn.closed]
     if unfinished:
-        prompts = [chat.before_user(turn.history, turn.text) for turn in unfinished]
+        prompts = chat.before_users([(turn.history, turn.text) for turn in unfinished])
         added = generate(
             target.model,
             prompts,
@@ -292,9 +301,8 @@ def _user_turns(
             seed=int(rng.integers(2**31)),
             keep_going=lambda: clock.open,
         )
-        for turn, ids in zip(unfinished, added, strict=True):
+        for turn, ids, text in zip(unfinished, added, chat.texts(added), strict=True):
             ended = bool(ids) and ids[-1] in target.stop_ids
-            text = chat.text(ids)
             # A cut document still makes a prompt; it ends at its last whole sentence.
             turn.text = turn.text + (text if ended else _whole_sentences(text))
             turn.whole = ended or turn.kind not in ("self", "follow")
@@ -340,7 +348,7 @@ def _answered(
 ) -> Rows:
     """The turns with the target's answers. Effects: adds to `counts`, replaces `state.pairs`."""
     conversations = [[*turn.history, {"role": "user", "content": turn.text}] for turn in turns]
-    prompts = [chat.before_answer(messages) for messages in conversations]
+    prompts = chat.before_answers(conversations)
     room = settings.max_length - 8
     chosen = [number for number, prompt in enumerate(prompts) if len(prompt) <= room]
     counts["too long"] += len(prompts) - len(chosen)
@@ -361,7 +369,8 @@ def _answered(
     )
     found = []
     state.pairs = []
-    for number, temperature, answer in zip(chosen, heat, answers, strict=True):
+    texts = chat.texts(answers)
+    for number, temperature, answer, text in zip(chosen, heat, answers, texts, strict=True):
         ids = answer[: settings.max_length - len(prompts[number])]
         end = loop_start(ids)
         if end is not None:
@@ -376,9 +385,9 @@ def _answered(
         counts[turn.kind] += 1
         counts["answer_tokens"] += len(ids)
         found.append((prompts[number], ids, temperature, _digest(turn), KINDS.index(turn.kind)))
-        text = chat.text(ids)
         # Short exchanges only: the longest row of a batch sets the width of all.
-        if not turn.history and text.strip() and len(prompts[number]) + len(ids) < settings.max_length // 4:
+        short = len(prompts[number]) + len(ids) < settings.max_length // 4
+        if short and end is None and not turn.history and text.strip():
             state.pairs.append([*conversations[number], {"role": "assistant", "content": text.strip()}])
     return rows_from(found, target)
 
@@ -404,7 +413,7 @@ def _evaluation_rows(plan: TrainPlan, target: TargetModel, chat: ChatFormat, fol
     prompts = load_workload(plan.located(settings.workload)).prompts[: settings.max_prompts]
     say(f"Answering {len(prompts)} prompts of {settings.workload}, which stay out of training")
     turns = [_from_traffic(prompt) for prompt in prompts]
-    ids = [chat.before_answer([*turn.history, {"role": "user", "content": turn.text}]) for turn in turns]
+    ids = chat.before_answers([[*turn.history, {"role": "user", "content": turn.text}] for turn in turns])
     answers: list[list[int]] = []
     for start in range(0, len(ids), plan.corpus.rows_per_batch):
         batch = ids[start : start + plan.corpus.rows_per_batch]

@@ -22,8 +22,9 @@ from specnb.training.plan import TrainPlan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENS_PER_FORWARD = 65_536
-# Share of greedy answer tokens that the stored states must explain; bf16 ties cost a little.
-_LEAST_AGREEMENT = 0.95
+# Share of greedy answer tokens that the stored states must explain. bfloat16 near-ties cost some percent,
+# a wrong norm or layer nearly all.
+_LEAST_AGREEMENT = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

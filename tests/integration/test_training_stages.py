@@ -135,8 +135,8 @@ def test_stored_states_are_those_of_a_plain_forward(target: TargetModel) -> None
 def test_the_chat_formats_borders_are_the_templates(target: TargetModel) -> None:
     chat = ChatFormat(target)
     history = [{"role": "user", "content": "t3 t4"}, {"role": "assistant", "content": "t5"}]
-    assert chat.before_user(history, "t6 ") == [3, 4, 5, 6]
-    assert chat.before_answer([*history, {"role": "user", "content": "t6 t7"}]) == [3, 4, 5, 6, 7]
+    assert chat.before_users([(history, "t6 "), ([], "")]) == [[3, 4, 5, 6], [0]]
+    assert chat.before_answers([[*history, {"role": "user", "content": "t6 t7"}]]) == [[3, 4, 5, 6, 7]]
 
 
 # -- the loss against speculators ----------------------------------------------------------------------
