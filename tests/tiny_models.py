@@ -212,7 +212,12 @@ def tiny_plan(folder: Path, *, concurrency: int = 3, device: str = "cpu", **samp
 
 
 def dflash_plan(
-    folder: Path, *arms: dict[str, Any], concurrency: int = 3, dtype: str = "float32", **sampling: Any
+    folder: Path,
+    *arms: dict[str, Any],
+    concurrency: int = 3,
+    dtype: str = "float32",
+    device: str = "cpu",
+    **sampling: Any,
 ) -> Plan:
     """Baseline (arm 0) and one arm for each block of keys, K = 7 unless it says otherwise."""
     blocks = [{"method": "dflash", "num_speculative_tokens": 7, **arm} for arm in arms]
@@ -220,7 +225,7 @@ def dflash_plan(
         {
             "name": "tiny",
             "target": {"model": str(folder), "dtype": dtype},
-            "engine": {"kind": "transformers", "device": "cpu", "endpoint": "completions"},
+            "engine": {"kind": "transformers", "device": device, "endpoint": "completions"},
             "arms": [
                 {"name": "baseline"},
                 *({"name": f"arm{number}", "speculative": block} for number, block in enumerate(blocks, 1)),
