@@ -81,6 +81,18 @@ FORMS = (
     "one line each",
 )
 
+# First words of a document to work on; without them the model often ends the turn at once.
+STARTS = (
+    *("Dear {name}, ", "Hi {name}, ", "On Monday, ", "The ", "Last week {name} ", "Our team ", "In 2023, "),
+    *(
+        "{name} and {name2} ",
+        "We are writing about {topic}. ",
+        "This {document} is about {topic}. ",
+        "At 9:15 ",
+    ),
+    *("Subject: ", "It was {name} who ", "There are {number} ", "Customer: ", "Please note that "),
+)
+
 # `{...}` is filled from the lists above; the first text of a pair says whether the model goes on writing.
 OPENINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "summarisation": (
@@ -186,6 +198,9 @@ OPENINGS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+_WITH_DOCUMENT = ("summarisation", "extraction", "structured_output")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """The beginning of a user turn; `closed`: nothing is to be added."""
@@ -204,6 +219,8 @@ def draw_opening(rng: np.random.Generator) -> Opening:
     task = one(tuple(OPENINGS))
     templates = OPENINGS[task]
     kind, template = templates[int(rng.integers(len(templates)))]
+    if kind == "open" and template.endswith("\n\n") and task in _WITH_DOCUMENT:
+        template += one(STARTS)
     text = template.format(
         topic=one(TOPICS),
         name=one(NAMES),
@@ -215,4 +232,5 @@ def draw_opening(rng: np.random.Generator) -> Opening:
         number=one(NUMBERS),
         form=one(FORMS),
     )
-    return Opening(task=task, text=text, closed=kind == "closed")
+    # A tokenizer joins a space to the word after it, so the model must write the space itself.
+    return Opening(task=task, text=text.rstrip(" "), closed=kind == "closed")
