@@ -54,15 +54,20 @@ def greedy_positions(run: Run) -> pl.DataFrame:
     -------
     pl.DataFrame
         One row a drafted token (`schema.POSITIONS`) of ok requests in greedy settings, with the
-        labels of `Run.labelled`. Without rows where the run has no positions, no greedy setting, or was
-        recorded before ranks were; `missing_positions` says which.
+        labels of `Run.labelled`, and `keeps_candidates`, from the drafter's facts, or where they don't
+        say, from whether any rank of its arm is known. Without rows where the run has no positions,
+        no greedy setting, or was recorded before ranks were; `missing_positions` says which.
     """
     positions = run.labelled("positions")
     greedy = [setting.name for setting in run.plan.sampling if setting.temperature == 0]
     ok = run.requests.filter(pl.col("status") == "ok").select("request_id")
-    return positions.filter(pl.col("sampling").is_in(greedy), pl.col("in_answer").is_not_null()).join(
+    found = positions.filter(pl.col("sampling").is_in(greedy), pl.col("in_answer").is_not_null()).join(
         ok, on="request_id", how="semi", maintain_order="left"
     )
+    told = {arm.name: drafter_facts(run, arm.name).get("num_candidates") for arm in run.plan.arms}
+    counts = {name: number for name, number in told.items() if isinstance(number, int)}
+    stated = pl.col("arm").replace_strict(counts, default=None, return_dtype=pl.Int64) > 0
+    return found.with_columns(stated.fill_null(_any_rank()).alias("keeps_candidates"))
 
 
 def missing_positions(run: Run) -> str | None:
@@ -76,7 +81,7 @@ def missing_positions(run: Run) -> str | None:
     found = greedy_positions(run)
     if found.is_empty():
         return "the run was recorded before the answer's ranks were, or nothing was drafted"
-    if found["answer_rank"].null_count() == found.height:
+    if not found["keeps_candidates"].any():
         return "no arm's drafter keeps candidates"
     return None
 
@@ -121,7 +126,7 @@ def recall_by_position(
         raise ValueError(f"by {list(by)} must hold 'arm'")
     check_columns(positions, [*_KNOWN, *by], what="recall by position")
     counted = positions.filter(pl.col("in_answer")).with_columns(
-        pl.col("answer_rank").is_not_null().any().over("arm").alias("__known")
+        _keeps_candidates(positions).alias("__known")
     )
     rank = pl.col("answer_rank")
     hits = {
@@ -218,7 +223,7 @@ def candidate_acceptance_lengths(
         return held.fill_null(False).cast(pl.Int64).sort_by("position").cum_prod().sum()
 
     drafts = (
-        positions.with_columns(rank.is_not_null().any().over("arm").alias("__known"))
+        positions.with_columns(_keeps_candidates(positions).alias("__known"))
         .group_by(*keys, "__known")
         .agg(
             pl.col("in_answer").all().alias("__whole"),
@@ -488,6 +493,15 @@ def _budgets(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     return (
         f"trained with different budgets ({seconds[0]:.0f} s and {seconds[1]:.0f} s), so not this part alone"
     )
+
+
+def _any_rank() -> pl.Expr:
+    return pl.col("answer_rank").is_not_null().any().over("arm")
+
+
+def _keeps_candidates(positions: pl.DataFrame) -> pl.Expr:
+    """Whether a row's drafter keeps candidates: as `greedy_positions` found it, else from the ranks."""
+    return pl.col("keeps_candidates") if "keeps_candidates" in positions.columns else _any_rank()
 
 
 def _flag(facts: Mapping[str, Any], name: str) -> bool | None:

@@ -444,7 +444,9 @@ def candidates_known(run: Run) -> View:
 def _candidates_of(run: Run) -> str:
     found = candidates.greedy_positions(run)
     known = found.group_by("arm").agg(
-        pl.len().alias("places"), pl.col("in_answer").sum().alias("answered"), pl.col("answer_rank").count()
+        pl.len().alias("places"),
+        pl.col("in_answer").sum().alias("answered"),
+        pl.col("keeps_candidates").any(),
     )
     facts = {row["arm"]: row for row in known.iter_rows(named=True)}
     parts = []
@@ -454,7 +456,7 @@ def _candidates_of(run: Run) -> str:
         row = facts.get(arm.name)
         if row is None:
             parts.append(f"{arm.name}: nothing was drafted")
-        elif row["answer_rank"] == 0:
+        elif not row["keeps_candidates"]:
             parts.append(f"{arm.name}: the drafter keeps no candidates")
         else:
             parts.append(f"{arm.name}: {row['answered']:,} of {row['places']:,} places lie in the answer")

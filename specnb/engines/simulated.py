@@ -135,6 +135,7 @@ _PLAN_KEYS: Final = frozenset(
         "convolution",
         "sha256",
         "num_parameters",
+        "num_candidates",
         "dtype",
         "training",
     )

@@ -138,6 +138,29 @@ def test_an_arm_without_candidates_has_no_recall_and_says_why(ladder: Run, rng: 
     assert known["metric"].to_list() == ["mean_acceptance_length"]
 
 
+def test_candidates_that_never_hold_the_answer_are_a_recall_of_0(
+    simulated_run: Runs, rng: np.random.Generator
+) -> None:
+    """The drafter's facts say that it keeps candidates, so that no rank at all is a finding, not a gap."""
+    useless = {"alpha": 0.0, "outside_candidates": 1.0}
+    run = simulated_run(
+        arms={"told": {**useless, "num_candidates": 16}, "silent": useless},
+        prompts_per_cell=8,
+        concurrency=(1,),
+        max_tokens=32,
+    )
+    positions = candidates.greedy_positions(run)
+    assert positions["answer_rank"].null_count() == positions.height
+    found = candidates.recall_by_position(positions, by=BY, rng=rng).filter(
+        pl.col("metric") == "recall_at_16"
+    )
+    assert found.filter(pl.col("arm") == "told")["value"].unique().to_list() == [0]
+    assert found.filter(pl.col("arm") == "silent")["value"].unique().to_list() == [None]
+    lengths = candidates.candidate_acceptance_lengths(positions, by=BY, rng=rng)
+    assert value(lengths, arm="told", metric="oracle_acceptance_length")["value"] == 1
+    assert candidates.missing_positions(run) is None
+
+
 def test_sampled_answers_are_left_out(ladder: Run) -> None:
     assert set(candidates.greedy_positions(ladder)["sampling"]) == {"greedy"}
 
