@@ -212,3 +212,35 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, args: dict[str, float]
     content["engine"]["args"] = args
     with pytest.raises(PlanError, match=message.replace("(", r"\(").replace(")", r"\)")):
         SimulatedEngine(plan_from_dict(content))
+
+
+def test_ranks_of_the_answer_follow_their_settings_at_places_reached_or_not(simulated_run: Runs) -> None:
+    run = simulated_run(
+        alpha=0.7,
+        selector_lift=0.3,
+        outside_candidates=0.5,
+        prompt_concentration=None,
+        prompts_per_cell=40,
+        lengths=["long"],
+    )
+    answered = run.table("positions").filter("in_answer")
+    for reached in (True, False):
+        ranks = answered.filter(pl.col("reached") == reached)["answer_rank"]
+        # 0.7 right, of which 0.3 lifted; 0.5 of the 0.3 wrong ones outside the candidates.
+        assert stats.binomtest((ranks == 0).sum(), len(ranks), 0.7 * 0.7).pvalue > 1e-4
+        assert stats.binomtest(ranks.null_count(), len(ranks), 0.3 * 0.5).pvalue > 1e-3
+    lengths = dict(run.requests.select("request_id", "num_output_tokens").iter_rows())
+    steps = run.steps.with_columns(
+        (1 + pl.col("num_emitted_tokens").cum_sum() - pl.col("num_emitted_tokens"))
+        .over("request_id", order_by="step")
+        .alias("start")
+    )
+    placed = run.table("positions").join(
+        steps.select("request_id", "step", "start"), on=["request_id", "step"], how="left"
+    )
+    length = pl.col("request_id").replace_strict(lengths, return_dtype=pl.Int64)
+    inside = pl.col("start") + pl.col("position") < length
+    assert placed.filter(inside != pl.col("in_answer")).is_empty()
+    assert (
+        placed.filter(~pl.col("in_answer"))["answer_rank"].null_count() == placed.filter(~inside).height > 0
+    )
