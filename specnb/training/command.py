@@ -18,7 +18,7 @@ from specnb.training.evaluate import acceptance
 from specnb.training.export import earlier_trainings, publish
 from specnb.training.loop import DrafterTraining, TeacherParts, TrainedResult, read_metrics
 from specnb.training.model import published_config, speculators_parts
-from specnb.training.plan import TrainPlan, read_train_plan
+from specnb.training.plan import TrainPlan
 from specnb.training.target import (
     TargetModel,
     check_taps,
@@ -95,35 +95,6 @@ def train(plan: TrainPlan, out: Path, *, resume: bool = False, say: Say = lambda
         for name, found in facts["results"].items():
             say(f"{drafter.name}: acceptance length {found['mean_acceptance_length']} on {name}")
     return out
-
-
-def run_command(
-    plan_file: Path, *, out: Path | None = None, resume: Path | None = None, say: Say = lambda line: None
-) -> Path:
-    """What `specnb train PLAN.yaml [--out DIR] [--resume DIR]` does.
-
-    Parameters
-    ----------
-    out
-        A new folder; `data/runs/train-` and the plan's name by default.
-    resume
-        The folder of a training to continue.
-
-    Returns
-    -------
-    Path
-        The folder that holds `drafters/NAME/model`.
-
-    Raises
-    ------
-    PlanError
-        Both `out` and `resume` are given; else as in `train`.
-    """
-    plan = read_train_plan(plan_file)
-    if out is not None and resume is not None:
-        raise PlanError("--out makes a new folder and --resume continues one; give one of them")
-    folder = resume or out or Path("data/runs") / f"train-{plan.name}"
-    return train(plan, folder, resume=resume is not None, say=say)
 
 
 def _claim(plan: TrainPlan, out: Path, resume: bool) -> None:
