@@ -413,6 +413,10 @@ def _dflash_refusals(plan: Plan, arm: Arm, speculative: Speculative, version: st
             "the CPU build runs no DFlash drafter (it needs Model Runner V2 with Triton); "
             "use a GPU, or method ngram to try the pipeline"
         )
+    if "selector" in (speculative.model_extra or {}):
+        found.append(
+            "vLLM can't leave the path selector out; remove 'selector', or use engine.kind: transformers"
+        )
     if second and plan.engine.env.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
         found.append("DFlash 2 needs Model Runner V2; remove VLLM_USE_V2_MODEL_RUNNER=0 from engine.env")
     if (

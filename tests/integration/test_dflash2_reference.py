@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dflash.model
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from specnb.engines.quiet import quiet_transformers
 from specnb.engines.transformers import TransformersEngine
 from specnb.workloads import Prompt
 
-reference: Any = pytest.importorskip("dflash.model", reason="pip install dflash==0.1.0")
+reference: Any = dflash.model
 
 PLAIN = {"architectures": ["DFlashDraftModel"]}
 DRAFTERS: dict[str, dict[str, Any]] = {

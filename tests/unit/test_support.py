@@ -220,6 +220,11 @@ def test_methods_are_known_and_have_their_drafter() -> None:
     assert refusals(make_plan({"method": "qwen3_next_mtp", "num_speculative_tokens": 3}), "0.32.0") == []
 
 
+def test_the_path_selector_is_left_out_in_process_only() -> None:
+    (line,) = refusals(make_plan({**DFLASH2, "selector": False}), "0.32.0")
+    assert line.endswith("remove 'selector', or use engine.kind: transformers")
+
+
 def test_model_runner_v1_and_old_bugs_of_dflash2() -> None:
     (line,) = refusals(make_plan(DFLASH2, env={"VLLM_USE_V2_MODEL_RUNNER": "0"}), "0.32.0")
     assert line.endswith("remove VLLM_USE_V2_MODEL_RUNNER=0 from engine.env")
