@@ -114,7 +114,8 @@ class ChatFormat:
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Texts of token ids without special tokens."""
-        decoded: list[str] = self._tokenizer.batch_decode(rows, skip_special_tokens=True)
+        # An empty batch would be taken for one row without tokens.
+        decoded: list[str] = self._tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
         return decoded
 
     def _rendered(self, messages: Sequence[dict[str, str]], *, answer: bool) -> str:

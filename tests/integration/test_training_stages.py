@@ -85,6 +85,12 @@ def trained(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 # -- decoding and hidden states ------------------------------------------------------------------------
 
 
+def test_a_batch_without_any_turn_left_has_no_texts(target: TargetModel) -> None:
+    chat = ChatFormat(target)
+    assert chat.texts([]) == chat.before_answers([]) == []
+    assert len(chat.texts([[5, 6], []])) == 2
+
+
 def test_greedy_answers_are_those_of_transformers_generate(target: TargetModel, target_folder: Path) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCABULARY, size=size).tolist() for size in (3, 17, 1, 9, 30, 5, 5, 12)]
