@@ -414,7 +414,7 @@ def test_reports_and_gate_take_a_servers_run(measured: Measured, tmp_path: Path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "FAILED" not in done.stderr
     pages = sorted(page.name[:2] for page in (tmp_path / "report").glob("0*.html"))
-    assert pages == ["00", "02", "03", "04", "05"]
+    assert pages == ["00", "02", "03", "04", "05", "09"]
     verdict = json.loads((tmp_path / "report" / "verdict.json").read_text())
     assert [arm["arm"] for arm in verdict["arms"]] == ["ngram"]
     assert (verdict["modelled"], verdict["simulated"]) == (False, False)
