@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from specnb import telemetry
 from specnb.config import DEMO_TARGET, Arm, Plan, Speculative, plan_cells
@@ -47,6 +47,9 @@ from specnb.engines.preflight import (
 from specnb.errors import PlanError, SpecnbError, WorkloadError
 from specnb.provenance import host_facts
 from specnb.workloads import Prompt, load_workload, select_prompts, warmup_prompts
+
+if TYPE_CHECKING:
+    from specnb.drafters import TargetShape
 
 ENGINE_KINDS: Final = ("transformers", "vllm", "openai", "simulated")
 MINIMUM_PYTHON: Final = (3, 11)
@@ -481,12 +484,15 @@ def _drafter(plan: Plan, arm: Arm, speculative: Speculative) -> Finding:
     name, kind = f"drafter {arm.name}", plan.engine.kind
     k = speculative.num_speculative_tokens
     if kind == "transformers":
-        from specnb.drafters import make_drafter
+        from specnb.drafters import check_drafter
 
-        try:
-            make_drafter(speculative)
-        except SpecnbError as error:
-            return fails(name, str(error))
+        drafter = None if speculative.model is None else plan.located(speculative.model)
+        # A drafter of the hub would be fetched to be checked; the engine does that.
+        if speculative.method != "dflash" or drafter is None or _is_local(drafter):
+            try:
+                check_drafter(speculative, _target_shape(plan), model=drafter)
+            except SpecnbError as error:
+                return fails(name, str(error))
     model = _drafter_model(plan, arm, speculative)
     if isinstance(model, Finding):
         return model
@@ -509,6 +515,20 @@ def _drafter(plan: Plan, arm: Arm, speculative: Speculative) -> Finding:
         )
     size = f", {_size_text(model)}" if model is not None and kind == "vllm" else ""
     return ok(name, f"{speculative.method}, up to {k} drafts a step{size}")
+
+
+def _target_shape(plan: Plan) -> TargetShape | None:
+    """The target's sizes by its config.json; None where that can't be read here."""
+    from specnb.drafters import TargetShape
+
+    target = _target_model(plan)
+    if not isinstance(target, Model):
+        return None
+    keys = ("hidden_size", "vocab_size", "num_hidden_layers")
+    sizes = [size for key in keys if isinstance(size := target.text_config.get(key), int)]
+    if len(sizes) < len(keys):
+        return None
+    return TargetShape(hidden_size=sizes[0], vocab_size=sizes[1], num_layers=sizes[2])
 
 
 def _block_warning(config: dict[str, Any], k: int) -> str | None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from specnb.config import Speculative
 from specnb.drafters.base import Draft, Drafter, Features
 from specnb.drafters.checkpoints import Checkpoint, TargetShape, locate, open_checkpoint
-from specnb.drafters.dflash2 import DFlash2, Target
 from specnb.drafters.prompt_lookup import PromptLookup
 from specnb.errors import PlanError
 
+if TYPE_CHECKING:
+    from specnb.drafters.dflash2 import Target
+
 __all__ = [
-    "DFlash2",
     "Draft",
     "Drafter",
     "Features",
     "PromptLookup",
-    "Target",
     "TargetShape",
     "check_drafter",
     "make_drafter",
@@ -24,11 +26,13 @@ __all__ = [
 METHODS = ("ngram", "dflash")
 
 
-def check_drafter(speculative: Speculative, shape: TargetShape, *, model: str | None = None) -> None:
+def check_drafter(speculative: Speculative, shape: TargetShape | None, *, model: str | None = None) -> None:
     """Raises if an arm's `speculative` block can't be served for a target of this shape; reads no weights.
 
     Parameters
     ----------
+    shape
+        None if it is not known: then keys and checkpoint are checked by themselves.
     model
         Folder or hub id of the drafter, where that is not `speculative.model` itself.
 
@@ -42,7 +46,8 @@ def check_drafter(speculative: Speculative, shape: TargetShape, *, model: str | 
     _check_keys(speculative)
     if speculative.method == "dflash":
         checkpoint = _open(speculative, model)
-        checkpoint.check_fit(shape, num_speculative_tokens=speculative.num_speculative_tokens)
+        if shape is not None:
+            checkpoint.check_fit(shape, num_speculative_tokens=speculative.num_speculative_tokens)
 
 
 def make_drafter(
@@ -70,6 +75,8 @@ def make_drafter(
             raise PlanError(
                 "speculative.method: dflash drafts from a target's hidden states; give the target"
             )
+        from specnb.drafters.dflash2 import DFlash2
+
         return DFlash2(
             _open(speculative, model),
             target,

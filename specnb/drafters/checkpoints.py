@@ -16,14 +16,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from specnb.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
 
 PLACE: Final = "speculative.model"
 SECOND: Final = "DFlash2DraftModel"

@@ -31,7 +31,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from specnb import schema
 from specnb.config import DEMO_TARGET, Arm, Cell, Plan
-from specnb.drafters import Draft, Drafter, Features, Target, TargetShape, check_drafter, make_drafter
+from specnb.drafters import Draft, Drafter, Features, TargetShape, check_drafter, make_drafter
+from specnb.drafters.dflash2 import Target
 from specnb.engines.base import CellContext, PlannedRequest
 from specnb.engines.quiet import quiet_transformers
 from specnb.engines.ragged import RaggedCache, register_attention

@@ -578,6 +578,29 @@ def test_more_drafts_than_a_block_holds(model: Path, config: dict[str, Any]) -> 
     )
 
 
+def test_a_drafter_of_the_in_process_engine_is_held_against_its_target(tmp_path: Path) -> None:
+    from tiny_models import save_tiny_drafter, save_tiny_target
+
+    target = save_tiny_target(tmp_path / "target")
+    drafter = save_tiny_drafter(tmp_path / "drafter", target)
+    speculative = {"method": "dflash", "model": str(drafter)}
+    plan = in_process(target, arms=arms_of(**speculative))
+    assert found(plan, "drafter a") == ("ok", "dflash, up to 3 drafts a step")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "hidden_size": 48}))
+    state, detail = found(plan, "drafter a")
+    assert (state, detail) == (
+        "FAILS",
+        f"speculative.model: {drafter}: hidden_size is 32 but the target's is 48; use a drafter trained for "
+        "this target",
+    )
+    missing = in_process(target, arms=arms_of(method="dflash", model=str(tmp_path / "none")))
+    assert found(missing, "drafter a") == (
+        "FAILS",
+        f"speculative.model: {tmp_path / 'none'}: no such model directory",
+    )
+
+
 def test_drafter_directory_that_is_broken(model: Path) -> None:
     (model / "config.json").unlink()
     plan = plan_of(arms=arms_of(method="dflash", model=str(model)))

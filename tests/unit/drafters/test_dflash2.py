@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from specnb import schema
 from specnb.config import Speculative
-from specnb.drafters import DFlash2, Draft, Features, Target, TargetShape, check_drafter, make_drafter
+from specnb.drafters import Draft, Features, TargetShape, check_drafter, make_drafter
 from specnb.drafters.checkpoints import open_checkpoint
-from specnb.drafters.dflash2 import walk
+from specnb.drafters.dflash2 import DFlash2, Target, walk
 from specnb.engines.transformers import TransformersEngine, _decoder_layers
 from specnb.engines.verification import SamplingLaw, draw, judge
 from specnb.errors import EngineError, PlanError, SpecnbError
