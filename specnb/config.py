@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -48,11 +48,16 @@ _MAX_DEPTH = 40
 _LARGEST_INTEGER = 2**63 - 1
 
 
-class _Strict(BaseModel):
+PlanModel = TypeVar("PlanModel", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """A mapping of a plan: no unknown keys, no NaN, nothing changed afterwards."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class Target(_Strict):
+class Target(Strict):
     """The model whose law must be kept.
 
     `model` is a hub id, a local directory, or `demo` (SmolLM2-135M-Instruct, fetched once).
@@ -64,7 +69,7 @@ class Target(_Strict):
     trust_remote_code: bool = False
 
 
-class Engine(_Strict):
+class Engine(Strict):
     """How answers are generated.
 
     `device` and `num_threads` concern the in-process engine; `args` (vLLM's options, underscores
@@ -89,7 +94,7 @@ class Engine(_Strict):
     def _without_secrets(self) -> Self:
         for name in self.env:
             if re.search(r"TOKEN|KEY|SECRET|PASS|AUTH|CREDENTIAL", name.upper()):
-                raise _contradiction(
+                raise contradiction(
                     "its value would stand in the run's manifest; remove it and set the variable where "
                     "specnb is started",
                     "env",
@@ -115,16 +120,16 @@ class Speculative(BaseModel):
     def _consistent(self) -> Self:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
-            raise _contradiction(f"{low} is above prompt_lookup_max ({high}); swap them", "prompt_lookup_min")
+            raise contradiction(f"{low} is above prompt_lookup_max ({high}); swap them", "prompt_lookup_min")
         # Keys of the engine's own are let through, so a typing error in ours would be lost on the way.
         for key in self.model_extra or {}:
             close = difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85)
             if close:
-                raise _contradiction(f"unknown key; did you mean '{close[0]}'?", key)
+                raise contradiction(f"unknown key; did you mean '{close[0]}'?", key)
         return self
 
 
-class Arm(_Strict):
+class Arm(Strict):
     """One configuration under test; `speculative` is null for the baseline."""
 
     name: Name
@@ -133,7 +138,7 @@ class Arm(_Strict):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-class LengthCaps(_Strict):
+class LengthCaps(Strict):
     """Output caps in tokens by length tier; a request's cap is the smaller of this and its sampling's."""
 
     short: int | None = Field(default=None, ge=1)
@@ -142,14 +147,14 @@ class LengthCaps(_Strict):
     unlabelled: int | None = Field(default=None, ge=1)
 
 
-class PromptStep(_Strict):
+class PromptStep(Strict):
     """From this concurrency on, cells hold this many prompts."""
 
     from_concurrency: Concurrency
     prompts: int = Field(ge=1)
 
 
-class WorkloadPlan(_Strict):
+class WorkloadPlan(Strict):
     """Which prompts; `set` is `builtin-en`, `builtin-zh` or a JSONL path (relative to the plan's folder).
 
     `prompts_by_concurrency` overrides `prompts_per_cell` from a concurrency on. `nonce` puts a word at
@@ -172,7 +177,7 @@ class WorkloadPlan(_Strict):
         return steps[-1].prompts if steps else self.prompts_per_cell
 
 
-class Sampling(_Strict):
+class Sampling(Strict):
     """One sampling setting. Temperature 0 is greedy; `top_p` 1 and `top_k` 0 switch truncation off.
 
     `concurrency` and `repeats` narrow this setting to a part of the plan's grid.
@@ -189,7 +194,7 @@ class Sampling(_Strict):
     repeats: int | None = Field(default=None, ge=1)
 
 
-class Load(_Strict):
+class Load(Strict):
     """How requests arrive.
 
     `closed` keeps `concurrency` requests in flight. `open` sends them at Poisson times of
@@ -212,28 +217,28 @@ class Load(_Strict):
     def _consistent(self) -> Self:
         given = [name for name in ("request_rate", "trace") if getattr(self, name) is not None]
         if self.mode == "closed" and given:
-            raise _contradiction("a closed loop sends when a slot is free; say mode: open", given[0])
+            raise contradiction("a closed loop sends when a slot is free; say mode: open", given[0])
         if self.mode == "open" and len(given) != 1:
             found = "both" if given else "neither"
-            raise _contradiction(f"open needs request_rate or trace, found {found}; give one", "mode")
+            raise contradiction(f"open needs request_rate or trace, found {found}; give one", "mode")
         return self
 
 
-class Logging(_Strict):
+class Logging(Strict):
     """Which per-token tables the in-process engine writes."""
 
     positions: bool = True
     tokens: bool = True
 
 
-class Price(_Strict):
+class Price(Strict):
     """What an hour of the hardware costs."""
 
     gpu_hour: float = Field(gt=0)
     currency: str = "USD"
 
 
-class Claim(_Strict):
+class Claim(Strict):
     """One published figure, and the arm of this plan that stands for it.
 
     `acceptance_length` counts the bonus token; rates are output tokens a second of all requests together.
@@ -247,7 +252,7 @@ class Claim(_Strict):
     tokens_per_s: float = Field(gt=0)
 
 
-class Published(_Strict):
+class Published(Strict):
     """A published result that this plan is to be set beside.
 
     `source` says where it stands, `conditions` how it was measured, `differences` what is another in
@@ -260,7 +265,7 @@ class Published(_Strict):
     claims: tuple[Claim, ...] = Field(min_length=1)
 
 
-class Plan(_Strict):
+class Plan(Strict):
     """A validated plan. Read one with `read_plan`; `sha256` identifies what it measures."""
 
     name: Name
@@ -282,40 +287,40 @@ class Plan(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _refuse_duplicates([arm.name for arm in self.arms], "arms", inner="name")
-        _refuse_duplicates([setting.name for setting in self.sampling], "sampling", inner="name")
-        _refuse_duplicates(self.load.concurrency, "load", "concurrency")
-        _refuse_duplicates(self.workload.tiers, "workload", "tiers")
-        _refuse_duplicates(self.workload.lengths, "workload", "lengths")
+        refuse_duplicates([arm.name for arm in self.arms], "arms", inner="name")
+        refuse_duplicates([setting.name for setting in self.sampling], "sampling", inner="name")
+        refuse_duplicates(self.load.concurrency, "load", "concurrency")
+        refuse_duplicates(self.workload.tiers, "workload", "tiers")
+        refuse_duplicates(self.workload.lengths, "workload", "lengths")
         self._check_arms()
         names = [arm.name for arm in self.arms if arm.speculative is not None]
         for number, claim in enumerate(self.published.claims if self.published else ()):
             if claim.arm not in names:
-                raise _contradiction(
+                raise contradiction(
                     f"'{claim.arm}' is no arm that speculates ({_listed(names)}); name one",
                     *("published", "claims", number, "arm"),
                 )
         steps = [step.from_concurrency for step in self.workload.prompts_by_concurrency]
         if steps != sorted(set(steps)):
-            raise _contradiction(
+            raise contradiction(
                 f"from_concurrency {_listed(steps)} must rise; sort them",
                 "workload",
                 "prompts_by_concurrency",
             )
         if self.load.mode == "open" and self.engine.kind in ("transformers", "simulated"):
-            raise _contradiction("only servers take an open loop; say closed", "load", "mode")
+            raise contradiction("only servers take an open loop; say closed", "load", "mode")
         for number, setting in enumerate(self.sampling):
             place = ("sampling", number)
-            _refuse_duplicates(setting.concurrency or (), *place, "concurrency")
+            refuse_duplicates(setting.concurrency or (), *place, "concurrency")
             extra = sorted(set(setting.concurrency or ()) - set(self.load.concurrency))
             if extra:
-                raise _contradiction(
+                raise contradiction(
                     f"{extra[0]} is not in load.concurrency ({_listed(self.load.concurrency)}); add it there",
                     *place,
                     "concurrency",
                 )
             if setting.repeats is not None and setting.repeats > self.repeats:
-                raise _contradiction(
+                raise contradiction(
                     f"{setting.repeats} is more than the plan's repeats ({self.repeats}); raise those",
                     *place,
                     "repeats",
@@ -326,7 +331,7 @@ class Plan(_Strict):
         baselines = [arm.name for arm in self.arms if arm.speculative is None]
         if len(baselines) != 1:
             found = _listed(baselines) or "none"
-            raise _contradiction(
+            raise contradiction(
                 f"exactly one arm has no 'speculative', the baseline; found {found}; "
                 + ("keep one" if baselines else "add {name: baseline}"),
                 "arms",
@@ -334,23 +339,23 @@ class Plan(_Strict):
         for number, arm in enumerate(self.arms):
             place = ("arms", number)
             if self.engine.kind == "transformers" and arm.args:
-                raise _contradiction("the in-process engine takes no args; remove them", *place, "args")
+                raise contradiction("the in-process engine takes no args; remove them", *place, "args")
             if arm.args and not self.allow_differences:
-                raise _contradiction(
+                raise contradiction(
                     f"{arm.name} differs in more than 'speculative'; move this to engine.args "
                     "or say allow_differences: true",
                     *place,
                     "args",
                 )
             if arm.url is not None and self.engine.kind != "openai":
-                raise _contradiction(
+                raise contradiction(
                     f"only engine.kind openai takes a url, not {self.engine.kind}; remove it", *place, "url"
                 )
             if arm.url is None and self.engine.kind == "openai":
-                raise _contradiction("engine.kind openai needs a url for each arm; add it", *place, "url")
+                raise contradiction("engine.kind openai needs a url for each arm; add it", *place, "url")
             method = arm.speculative.rejection_sample_method if arm.speculative else None
             if method in ("synthetic", "fly") and not self.modelled:
-                raise _contradiction(
+                raise contradiction(
                     f"with {method} acceptance the text is not the target's; use standard "
                     "or say modelled: true",
                     *place,
@@ -358,7 +363,7 @@ class Plan(_Strict):
                     "rejection_sample_method",
                 )
         if self.engine.kind == "transformers" and self.engine.args:
-            raise _contradiction("the in-process engine takes no args; remove them", "engine", "args")
+            raise contradiction("the in-process engine takes no args; remove them", "engine", "args")
 
     def located(self, name: str) -> str:
         """A model or workload name of the plan, as a path if there is such a file beside the plan's file.
@@ -485,18 +490,18 @@ def read_plan(path: Path | str) -> Plan:
         nearest known one is named), wrong type or range, a contradiction.
     """
     path = Path(path)
-    node, content = _parsed(path)
-    plan = _validated(content, source=str(path), node=node)
+    node, content = parsed_plan(path)
+    plan = validated_plan(Plan, content, source=str(path), node=node)
     plan._folder = path.parent
     return plan
 
 
 def plan_from_dict(content: dict[str, Any], *, source: str = "plan") -> Plan:
     """The plan in a dict (a manifest's copy, a test); errors as in `read_plan`, without lines."""
-    return _validated(content, source=source, node=None)
+    return validated_plan(Plan, content, source=source)
 
 
-def _parsed(path: Path) -> tuple[yaml.Node, dict[str, Any]]:
+def parsed_plan(path: Path) -> tuple[yaml.Node, dict[str, Any]]:
     """A plan file's node tree and content, which is plain: what JSON can hold, keys unique."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -599,7 +604,16 @@ def _unplain(node: yaml.Node) -> str | None:
     return None
 
 
-def _validated(content: dict[str, Any], *, source: str, node: yaml.Node | None) -> Plan:
+def validated_plan(
+    model: type[PlanModel], content: dict[str, Any], *, source: str, node: yaml.Node | None = None
+) -> PlanModel:
+    """A plan's content as `model`; `node` is the file's node tree, for line numbers.
+
+    Raises
+    ------
+    PlanError
+        One line with source, line, key and fix.
+    """
     try:
         # Through JSON, so that strictness is about types in the file and lists can become tuples.
         text = json.dumps(content, allow_nan=False)
@@ -608,21 +622,22 @@ def _validated(content: dict[str, Any], *, source: str, node: yaml.Node | None) 
             f"{source}: holds a value that JSON can't hold ({error}); use plain values"
         ) from error
     try:
-        return Plan.model_validate_json(text, strict=True)
+        return model.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise PlanError(_first_problem(source, node, error)) from error
+        raise PlanError(_first_problem(model, source, node, error)) from error
 
 
-def _contradiction(message: str, *location: int | str) -> PydanticCustomError:
+def contradiction(message: str, *location: int | str) -> PydanticCustomError:
     """A fault that a validator found at `location`, seen from the validated model."""
     return PydanticCustomError("contradiction", "{message}", {"message": message, "location": location})
 
 
-def _refuse_duplicates(values: Sequence[object], *location: int | str, inner: str | None = None) -> None:
+def refuse_duplicates(values: Sequence[object], *location: int | str, inner: str | None = None) -> None:
+    """Raises a fault at the first value that stood before, seen from the validated model."""
     for number, value in enumerate(values):
         if value in values[:number]:
             place = (*location, number, inner) if inner else (*location, number)
-            raise _contradiction(f"{value!r} is given twice; keep one", *place)
+            raise contradiction(f"{value!r} is given twice; keep one", *place)
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -657,9 +672,9 @@ def _line_of(node: yaml.Node | None, location: Sequence[int | str]) -> int | Non
     return line
 
 
-def _known_keys(location: Sequence[int | str]) -> list[str]:
+def _known_keys(plan: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     """Keys of the mapping at `location`; empty where the plan leaves them to the engine."""
-    model: Any = Plan
+    model: Any = plan
     for part in location:
         if isinstance(part, int):
             continue
@@ -693,7 +708,9 @@ def _short(value: object) -> str:
 _NAME_RULE = "must be 1 to 64 letters, digits, '_' or '-', beginning with a letter or digit"
 
 
-def _first_problem(source: str, node: yaml.Node | None, error: ValidationError) -> str:
+def _first_problem(
+    model: type[BaseModel], source: str, node: yaml.Node | None, error: ValidationError
+) -> str:
     """The fault to mend first as one line: an unknown key explains a missing one, so it goes first."""
     problems = error.errors()
     problem = problems[0]
@@ -709,16 +726,15 @@ def _first_problem(source: str, node: yaml.Node | None, error: ValidationError) 
     line = _line_of(node, location)
     place = f"{source}:{line}" if line else source
     if kind == "extra_forbidden":
-        return f"{place}: {_unknown_key(location)}"
+        return f"{place}: {_unknown_key(model, location)}"
     if kind == "missing":
-        return (
-            f"{place}: key '{_dotted(location)}' is missing; add it{_lookalike(location, problem['input'])}"
-        )
+        hint = _lookalike(model, location, problem["input"])
+        return f"{place}: key '{_dotted(location)}' is missing; add it{hint}"
     return f"{place}: {_dotted(location)}: {_explained(kind, context, problem)}"
 
 
-def _unknown_key(location: Sequence[int | str]) -> str:
-    known = _known_keys(location[:-1])
+def _unknown_key(model: type[BaseModel], location: Sequence[int | str]) -> str:
+    known = _known_keys(model, location[:-1])
     close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
     parent = _dotted(location[:-1])
@@ -726,11 +742,10 @@ def _unknown_key(location: Sequence[int | str]) -> str:
     return f"unknown key {shown}{f' in {parent}' if parent else ''}; {hint}"
 
 
-def _lookalike(location: Sequence[int | str], given: Any) -> str:
+def _lookalike(model: type[BaseModel], location: Sequence[int | str], given: Any) -> str:
     """A key that may be the missing one misspelt, where unknown keys are let through."""
-    others = (
-        [key for key in given if key not in _known_keys(location[:-1])] if isinstance(given, dict) else []
-    )
+    known = _known_keys(model, location[:-1])
+    others = [key for key in given if key not in known] if isinstance(given, dict) else []
     close = difflib.get_close_matches(str(location[-1]), others, n=1, cutoff=0.6)
     return f", or is '{close[0]}' meant for it?" if close else ""
 

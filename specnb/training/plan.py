@@ -7,39 +7,31 @@ before a GPU is rented.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from specnb.config import (
     BUILTIN_NAMES,
     Name,
     Price,
+    Strict,
     Target,
-    _contradiction,
-    _dotted,
-    _explained,
-    _line_of,
-    _model_of,
-    _parsed,
-    _refuse_duplicates,
-    _short,
-    _Strict,
+    contradiction,
+    parsed_plan,
+    refuse_duplicates,
+    validated_plan,
 )
-from specnb.errors import PlanError
 
 # Decoding keeps this many candidates of the law before top-p; a full sort of the vocabulary costs more
 # than the model.
 SAMPLING_CANDIDATES = 64
 
 
-class CorpusPlan(_Strict):
+class CorpusPlan(Strict):
     """What the target is asked, and how long its answers may take.
 
     `reuse` names the corpus folder of an earlier training. Otherwise rows are made in batches, until
@@ -71,11 +63,11 @@ class CorpusPlan(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.task_share + self.follow_share > 1:
-            raise _contradiction("with task_share it is above 1; lower one", "follow_share")
+            raise contradiction("with task_share it is above 1; lower one", "follow_share")
         return self
 
 
-class EvaluationPlan(_Strict):
+class EvaluationPlan(Strict):
     """Prompts that are never trained on: acceptance of greedy answers of at most `max_tokens` is measured."""
 
     workload: str = Field(default="builtin-en", min_length=1)
@@ -83,7 +75,7 @@ class EvaluationPlan(_Strict):
     max_prompts: int | None = Field(default=None, ge=1)
 
 
-class TrainingPlan(_Strict):
+class TrainingPlan(Strict):
     """Budget and schedule of one leg; each drafter gets the whole budget.
 
     A leg ends after `seconds` (time in steps, without pauses) or `steps`, with the learning rate at 0:
@@ -113,11 +105,11 @@ class TrainingPlan(_Strict):
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if (self.seconds is None) == (self.steps is None):
-            raise _contradiction("give one of seconds and steps", "seconds")
+            raise contradiction("give one of seconds and steps", "seconds")
         return self
 
 
-class DrafterPlan(_Strict):
+class DrafterPlan(Strict):
     """One drafter's architecture, in the published format's words.
 
     `target_layer_ids` are 0-based decoder layers whose outputs feed the drafter (default: five, spread
@@ -142,16 +134,16 @@ class DrafterPlan(_Strict):
     def _consistent(self) -> Self:
         ids = self.target_layer_ids
         if ids is not None and (list(ids) != sorted(set(ids)) or ids[0] < 0):
-            raise _contradiction(f"{list(ids)} must rise and not be negative; sort them", "target_layer_ids")
+            raise contradiction(f"{list(ids)} must rise and not be negative; sort them", "target_layer_ids")
         if self.conv_kernel_size > self.block_size:
-            raise _contradiction(
+            raise contradiction(
                 f"{self.conv_kernel_size} is above block_size ({self.block_size}); lower it",
                 "conv_kernel_size",
             )
         return self
 
 
-class TrainPlan(_Strict):
+class TrainPlan(Strict):
     """A validated training plan. Read one with `read_train_plan`."""
 
     name: Name
@@ -169,11 +161,11 @@ class TrainPlan(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _refuse_duplicates([drafter.name for drafter in self.drafters], "drafters", inner="name")
+        refuse_duplicates([drafter.name for drafter in self.drafters], "drafters", inner="name")
         first = self.drafters[0]
         for number, drafter in enumerate(self.drafters):
             if drafter.target_layer_ids != first.target_layer_ids:
-                raise _contradiction(
+                raise contradiction(
                     "drafters of one plan share the target's stored states, so their layers must be the same",
                     *("drafters", number, "target_layer_ids"),
                 )
@@ -204,52 +196,12 @@ def read_train_plan(path: Path | str) -> TrainPlan:
         One line with file, line, key and fix.
     """
     path = Path(path)
-    node, content = _parsed(path)
-    plan = _validated(content, source=str(path), node=node)
+    node, content = parsed_plan(path)
+    plan = validated_plan(TrainPlan, content, source=str(path), node=node)
     plan._folder = path.parent
     return plan
 
 
 def train_plan_from_dict(content: dict[str, Any], *, source: str = "plan") -> TrainPlan:
     """The training plan in a dict; errors as in `read_train_plan`, without lines."""
-    return _validated(content, source=source, node=None)
-
-
-def _validated(content: dict[str, Any], *, source: str, node: yaml.Node | None) -> TrainPlan:
-    try:
-        return TrainPlan.model_validate_json(json.dumps(content, allow_nan=False), strict=True)
-    except ValidationError as error:
-        raise PlanError(_first_problem(source, node, error)) from error
-
-
-def _first_problem(source: str, node: yaml.Node | None, error: ValidationError) -> str:
-    """The fault to mend first: an unknown key explains a missing one, so it goes first."""
-    problems = error.errors()
-    problem = problems[0]
-    if problem["type"] == "missing":
-        parent = problem["loc"][:-1]
-        typos = [p for p in problems if p["type"] == "extra_forbidden" and p["loc"][:-1] == parent]
-        problem = typos[0] if typos else problem
-    location = problem["loc"]
-    context = problem.get("ctx", {})
-    if problem["type"] == "contradiction":
-        location = (*location, *context["location"])
-    line = _line_of(node, location)
-    place = f"{source}:{line}" if line else source
-    if problem["type"] == "missing":
-        return f"{place}: key '{_dotted(location)}' is missing; add it"
-    if problem["type"] != "extra_forbidden":
-        return f"{place}: {_dotted(location)}: {_explained(problem['type'], context, problem)}"
-    known = _known_keys(location[:-1])
-    close = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-    within = _dotted(location[:-1])
-    return f"{place}: unknown key {_short(repr(location[-1]))}{f' in {within}' if within else ''}; {hint}"
-
-
-def _known_keys(location: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = TrainPlan
-    for part in location:
-        if not isinstance(part, int):
-            model = _model_of(model.model_fields[part].annotation)
-    return list(model.model_fields)
+    return validated_plan(TrainPlan, content, source=source)
