@@ -135,7 +135,7 @@ def _convert(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from specnb.engines.quiet import quiet_transformers
+    from specnb.engines.loading import quiet_transformers
 
     with quiet_transformers():
         arguments: dict[str, Any] = {"gguf_file": gguf.name}

@@ -34,7 +34,7 @@ from specnb.config import DEMO_TARGET, Arm, Cell, Plan
 from specnb.drafters import Draft, Drafter, Features, TargetShape, check_drafter, make_drafter
 from specnb.drafters.dflash2 import Target
 from specnb.engines.base import CellContext, PlannedRequest
-from specnb.engines.quiet import quiet_transformers
+from specnb.engines.loading import quiet_transformers, resolve_device, stop_token_ids
 from specnb.engines.ragged import RaggedCache, register_attention
 from specnb.engines.verification import Judgement, SamplingLaw, judge, token_facts
 from specnb.errors import EngineError, PlanError, UnsupportedModelError
@@ -111,7 +111,7 @@ class TransformersEngine:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._device = _resolve_device(plan.engine.device)
+        self._device = resolve_device(plan.engine.device, key="engine.device")
         if plan.engine.num_threads is not None:
             torch.set_num_threads(plan.engine.num_threads)
         self._label, self._path, self._digest = _resolve_target(plan)
@@ -125,7 +125,7 @@ class TransformersEngine:
         self._vocab_size: int = config.vocab_size
         self._num_layers: int = config.num_hidden_layers
         self._window, self._mask_kind = _attention_layout(config)
-        self._stop_ids = _stop_ids(self._model, self._tokenizer)
+        self._stop_ids = stop_token_ids(self._model, self._tokenizer)
         self._attention = self._choose_attention()
         self._drafters = {arm.name: self._make_drafter(arm) for arm in plan.arms}
 
@@ -789,17 +789,6 @@ class _CellRun:
         return frames
 
 
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PlanError(f"engine.device: '{name}' is not available here; use cpu, cuda or auto") from error
-    return device
-
-
 def _resolve_target(plan: Plan) -> tuple[str, str, str | None]:
     """Label for reports, path or hub id to load, and sha256 of a local directory."""
     if plan.target.model == DEMO_TARGET:
@@ -926,11 +915,3 @@ def _attention_layout(text_config: Any) -> tuple[int | None, str]:
     if kinds == {"full_attention"}:
         return None, "full"
     return int(window), "mixed" if getattr(text_config, "layer_types", None) else "sliding"
-
-
-def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    ids = model.generation_config.eos_token_id
-    ids = [ids] if isinstance(ids, int) else list(ids or [])
-    if not ids and tokenizer.eos_token_id is not None:
-        ids = [tokenizer.eos_token_id]
-    return frozenset(ids)

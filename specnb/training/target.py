@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specnb.config import DEMO_TARGET
-from specnb.engines.quiet import quiet_transformers
+from specnb.engines.loading import quiet_transformers, resolve_device, stop_token_ids
 from specnb.errors import EngineError, PlanError, UnsupportedModelError
 from specnb.provenance import directory_sha256
 from specnb.training.decode import register_attention, vocabulary_logits
@@ -73,7 +73,7 @@ def load_target(plan: TrainPlan) -> TargetModel:
     UnsupportedModelError
         Its logits are not a final norm and a matrix (a softcap, a scale), or its layers are not dense.
     """
-    device = _device(plan.device)
+    device = resolve_device(plan.device, key="device")
     if plan.num_threads is not None:
         torch.set_num_threads(plan.num_threads)
     if plan.target.model == DEMO_TARGET:
@@ -108,10 +108,6 @@ def load_target(plan: TrainPlan) -> TargetModel:
         raise EngineError(
             f"target.model: {folder.name} has no chat template; training needs an instruct model"
         )
-    ids = model.generation_config.eos_token_id
-    stop_ids = [ids] if isinstance(ids, int) else list(ids or [])
-    if not stop_ids and tokenizer.eos_token_id is not None:
-        stop_ids = [tokenizer.eos_token_id]
     return TargetModel(
         model=model,
         tokenizer=tokenizer,
@@ -119,19 +115,8 @@ def load_target(plan: TrainPlan) -> TargetModel:
         label=label,
         sha256=directory_sha256(folder),
         device=device,
-        stop_ids=tuple(sorted(stop_ids)),
+        stop_ids=tuple(sorted(stop_token_ids(model, tokenizer))),
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PlanError(f"device: '{name}' is not available here; use cpu, cuda or auto") from error
-    return device
 
 
 def _refuse_unplain(model: Any, name: str) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from specnb.drafters.base import Features
 from specnb.drafters.checkpoints import TargetShape, open_checkpoint
 from specnb.drafters.dflash2 import DFlash2, Target
-from specnb.engines.quiet import quiet_transformers
+from specnb.engines.loading import quiet_transformers
 from specnb.engines.transformers import TransformersEngine
 from specnb.workloads import Prompt
 
